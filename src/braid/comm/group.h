@@ -1,0 +1,56 @@
+// The ranks of one axis (tp, dp, ...): a process group of c10d, and the memory they share when they are on one host.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "braid/core/env.h"
+
+namespace braid {
+
+class SharedMemory;
+
+struct GroupOptions {
+  std::chrono::milliseconds timeout = env().timeout;
+  bool shared_memory = env().shared_memory;  // false: everything goes through the process group
+};
+
+/// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations in the same order.
+class Group {
+ public:
+  /// Makes the group. Collective: every rank with the same name, size and options; names are used once per store.
+  /// Errors: ValueError on a rank outside 0..size-1; DistBackendError when a peer does not come within the time-out.
+  static std::shared_ptr<Group> create(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+                                       int rank, int size, GroupOptions options = {});
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return name_; }
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
+  SharedMemory* memory() const { return memory_.get(); }
+  c10d::Backend& backend() const { return *backend_; }
+
+  /// A tag for point-to-point messages, different for every operation in flight; the same on all ranks.
+  int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
+
+ private:
+  Group() = default;
+  int rank_ = 0, size_ = 1;
+  std::string name_;
+  GroupOptions options_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::unique_ptr<SharedMemory> memory_;
+  mutable std::int64_t num_tags_ = 0;
+};
+
+}  // namespace braid

@@ -1,0 +1,73 @@
+// Spans of compute, copies and waits: totals per operation, and the events behind a Chrome trace.
+//
+// Each thread records for itself (a rank is a process, or in tests a thread; PyTorch's engine runs a CPU backward in the
+// thread that called it). Every span is also a RECORD_FUNCTION, so that PyTorch's profiler shows it.
+//
+// NOTE [exposed]: exposed communication = wait + copy, where copy is what publishes, gathers or stores payload for the
+// communication's sake. A reduction's own sums count as copy too: without communication they would not be there.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace braid::trace {
+
+enum class Kind : std::uint8_t { compute, copy, wait };
+
+struct Totals {
+  std::array<double, 3> seconds{};  // by Kind
+  std::int64_t calls = 0;
+  double compute_s() const { return seconds[0]; }
+  double exposed_s() const { return seconds[1] + seconds[2]; }
+};
+
+struct Event {
+  const char* op;    // string literal: the operation, e.g. "all_gather_matmul"
+  const char* what;  // string literal: the step, e.g. "matmul"
+  Kind kind;
+  std::int64_t begin_ns, end_ns;  // steady clock
+};
+
+/// Names the operation that the spans of this thread belong to, until destroyed; the outermost one wins.
+class Operation {
+ public:
+  explicit Operation(const char* name);
+  ~Operation();
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+ private:
+  const char* outer_;
+};
+
+/// One step of the current operation: from construction to destruction. Spans don't nest.
+class Span {
+ public:
+  Span(Kind kind, const char* what);
+  ~Span();
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  const char* what_;
+  Kind kind_;
+  std::int64_t begin_ns_;
+};
+
+/// Totals of this thread since the last call, by operation; resets them.
+std::map<std::string, Totals> take_totals();
+
+/// Starts or stops keeping events of this thread.
+void keep_events(bool on);
+/// The events of this thread since they were last taken.
+std::vector<Event> take_events();
+
+/// Writes a Chrome trace (JSON, opens in Perfetto): process `rank`, one lane for compute, one for communication.
+/// Errors: c10::Error naming the path when it can't be written.
+void write_chrome_trace(const std::string& path, int rank, const std::vector<Event>& events);
+
+}  // namespace braid::trace
