@@ -38,7 +38,8 @@ class Group {
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
   SharedMemory* memory() const { return memory_.get(); }
-  c10d::Backend& backend() const { return *backend_; }
+  /// The process group, connected at its first use: collective then. Not for groups of one.
+  c10d::Backend& backend() const;
 
   /// A tag for point-to-point messages, different for every operation in flight; the same on all ranks.
   int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
@@ -48,7 +49,8 @@ class Group {
   int rank_ = 0, size_ = 1;
   std::string name_;
   GroupOptions options_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  mutable c10::intrusive_ptr<c10d::Backend> backend_;
   std::unique_ptr<SharedMemory> memory_;
   mutable std::int64_t num_tags_ = 0;
 };
