@@ -26,6 +26,8 @@ static_assert(std::endian::native == std::endian::little, "the format is little-
 
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the limit of the format's own library
 
+constexpr std::int64_t kBlockBytes = 16 << 20;
+
 constexpr std::pair<const char*, at::ScalarType> kDtypes[] = {
     {"F64", at::kDouble},
     {"F32", at::kFloat},
@@ -267,9 +269,20 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) 
               ": tensor ", name, " was announced as ", slot.info.dtype, " ",
               at::IntArrayRef(slot.info.shape), " and is ", value.scalar_type(), " ",
               value.sizes());
-  const at::Tensor data = value.detach().cpu().contiguous();
-  TORCH_CHECK(write_all(fd_, data.const_data_ptr(), data.nbytes(), slot.begin), "can't write ",
-              path_, ": ", system_error());
+  // A strided tensor is copied by blocks of rows, so that no second whole one is needed.
+  const at::Tensor rows = value.dim() == 0 ? value.detach().reshape({1}) : value.detach();
+  const std::int64_t row_bytes = std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(rows.nbytes()) / std::max<std::int64_t>(1, rows.size(0)));
+  const std::int64_t num_rows =
+      rows.is_contiguous() ? rows.size(0) : std::max<std::int64_t>(1, kBlockBytes / row_bytes);
+  std::uint64_t begin = slot.begin;
+  for (std::int64_t row = 0; row < rows.size(0); row += num_rows) {
+    const at::Tensor block =
+        rows.narrow(0, row, std::min(num_rows, rows.size(0) - row)).contiguous();
+    TORCH_CHECK(write_all(fd_, block.const_data_ptr(), block.nbytes(), begin), "can't write ",
+                path_, ": ", system_error());
+    begin += block.nbytes();
+  }
   slot.written = true;
 }
 
