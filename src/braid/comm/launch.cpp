@@ -1,27 +1,18 @@
 // Starts ranks on this host, watches them and ends them together.
 #include "braid/comm/launch.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <netinet/in.h>
-#include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <map>
 #include <optional>
-#include <string_view>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "braid/comm/spawn.h"
 #include "braid/core/check.h"
 
 namespace braid {
@@ -81,28 +72,6 @@ class Signals {
   struct sigaction child_action_ {};
 };
 
-/// A listening socket on a free loopback port; the store takes it over.
-struct Listener {
-  int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  int port = 0;
-  Listener() {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof address;
-    auto* generic = reinterpret_cast<sockaddr*>(&address);
-    TORCH_CHECK(fd >= 0 && bind(fd, generic, length) == 0 && listen(fd, SOMAXCONN) == 0 &&
-                    getsockname(fd, generic, &length) == 0,
-                "no loopback port for the ranks' store: ", std::strerror(errno));
-    port = ntohs(address.sin_port);
-  }
-  ~Listener() {
-    if (fd >= 0) close(fd);
-  }
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
-};
-
 struct Rank {
   pid_t pid = 0;
   bool running = true;
@@ -114,51 +83,6 @@ struct Rank {
            !(ending_with == SIGKILL && WTERMSIG(status) == SIGTERM);
   }
 };
-
-/// This process's environment with the place of rank `rank`.
-std::vector<std::string> environment_of(int rank, int num_ranks, int port) {
-  std::map<std::string, std::string> values;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view line = *entry;
-    const auto name = line.substr(0, line.find('='));
-    if (name.size() < line.size()) values[std::string(name)] = line.substr(name.size() + 1);
-  }
-  values["RANK"] = values["LOCAL_RANK"] = std::to_string(rank);
-  values["WORLD_SIZE"] = values["LOCAL_WORLD_SIZE"] = std::to_string(num_ranks);
-  values["MASTER_ADDR"] = "127.0.0.1";
-  values["MASTER_PORT"] = std::to_string(port);
-  values["TORCHELASTIC_USE_AGENT_STORE"] = "True";
-  values["TORCHELASTIC_RUN_ID"] = fmt::format("braid {}", getpid());
-  values["BRAID_LAUNCHED"] = "1";
-  std::vector<std::string> lines;
-  for (const auto& [name, value] : values) lines.push_back(name + "=" + value);
-  return lines;
-}
-
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> out;
-  for (auto& text : texts) out.push_back(text.data());
-  out.push_back(nullptr);
-  return out;
-}
-
-/// Forks one rank and executes the program; the child writes errno to `failure` if that fails.
-pid_t start(const char* program, char* const* arguments, char* const* environment,
-            const sigset_t& mask, int failure) {
-  const pid_t launcher = getpid();
-  const pid_t pid = fork();
-  TORCH_CHECK(pid >= 0, "can't start a rank: ", std::strerror(errno));
-  if (pid != 0) return pid;
-  // Only async-signal-safe calls from here on: the launcher may have threads.
-  setpgid(0, 0);  // its own children end with it; the terminal's signals come from the launcher
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != launcher) _exit(1);  // it died before prctl
-  sigprocmask(SIG_SETMASK, &mask, nullptr);
-  execvpe(program, arguments, environment);
-  const int error = errno;
-  [[maybe_unused]] const auto written = write(failure, &error, sizeof error);
-  _exit(127);
-}
 
 class Supervisor {
  public:
@@ -174,21 +98,12 @@ class Supervisor {
   Supervisor& operator=(const Supervisor&) = delete;
 
   void start_all(const std::string& program, const std::vector<std::string>& arguments, int port) {
-    std::vector<std::string> words{program == "/proc/self/exe" ? program_invocation_name : program};
-    words.insert(words.end(), arguments.begin(), arguments.end());
-    int failure[2];
-    TORCH_CHECK(pipe2(failure, O_CLOEXEC) == 0, "can't make a pipe: ", std::strerror(errno));
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
-      auto lines = environment_of(static_cast<int>(i), static_cast<int>(ranks_.size()), port);
-      ranks_[i].pid = start(program.c_str(), pointers(words).data(), pointers(lines).data(),
-                            signals_.mask_before(), failure[1]);
+      auto environment =
+          environment_of_rank(static_cast<int>(i), static_cast<int>(ranks_.size()), port);
+      environment.insert_or_assign("BRAID_LAUNCHED", "1");
+      ranks_[i].pid = spawn(program, arguments, environment, signals_.mask_before());
     }
-    close(failure[1]);
-    int error = 0;
-    const bool failed =
-        read(failure[0], &error, sizeof error) == sizeof error;  // else end of file: all run
-    close(failure[0]);
-    BRAID_CHECK(!failed, "can't run ", program, ": ", std::strerror(error));
   }
 
   void watch() {
@@ -262,10 +177,9 @@ class Supervisor {
       waitpid(rank.pid, &rank.status, 0);
       rank.running = false;
       ended_.push_back(i);
-      if (rank.status == 0 || std::exchange(losing_, true)) continue;
+      if (rank.status == 0 || interrupted_ != 0 || std::exchange(losing_, true)) continue;
       send_all(SIGTERM);
-      const auto latest = Clock::now() + kGraceAfterLoss;
-      deadline_ = deadline_ ? std::min(*deadline_, latest) : latest;
+      deadline_ = Clock::now() + kGraceAfterLoss;
     }
   }
 
@@ -314,14 +228,9 @@ int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
   BRAID_CHECK(num_ranks >= 1, "the number of ranks is ", num_ranks, ", expected at least 1");
   std::fflush(nullptr);
   Supervisor supervisor(num_ranks);
-  Listener listener;
-  supervisor.start_all(program, arguments, listener.port);
-  c10d::TCPStoreOptions options;  // made while the ranks load
-  options.port = static_cast<std::uint16_t>(listener.port);
-  options.isServer = true;
-  options.waitWorkers = false;
-  options.masterListenFd = std::exchange(listener.fd, -1);
-  auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  HostedStore hosted;
+  supervisor.start_all(program, arguments, hosted.port());
+  const auto store = hosted.start();  // while the ranks load
   supervisor.watch();
   return supervisor.conclude(*store);
 }
