@@ -1,4 +1,5 @@
-// A growing number in shared memory that one rank writes and others wait for: spin briefly, then futex(2).
+// A growing number in shared memory that one rank writes and others wait for: spin briefly, then
+// futex(2).
 #pragma once
 
 #include <atomic>
@@ -8,16 +9,17 @@
 namespace braid {
 
 /// One cache line.
-/// | word    | state                        | who writes      | who reads   | at rest                     |
-/// | value   | progress, never falls        | the owning rank | every rank  | what the last operation left |
-/// | waiters | ranks asleep or about to be  | every waiter    | the owner   | 0                           |
-/// The futex is on the low half of `value` (little-endian), without the private flag: waiters are in other processes. A
+/// | word    | state                        | who writes      | who reads   | at rest | | value   |
+/// progress, never falls        | the owning rank | every rank  | what the last operation left | |
+/// waiters | ranks asleep or about to be  | every waiter    | the owner   | 0 | The futex is on the
+/// low half of `value` (little-endian), without the private flag: waiters are in other processes. A
 /// wake missed because that half wrapped around costs one slice of sleep.
 struct alignas(64) Flag {
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> waiters{0};
 
-  /// Raises the value (release: all that the owner wrote before is visible to who sees it) and wakes the sleepers.
+  /// Raises the value (release: all that the owner wrote before is visible to who sees it) and
+  /// wakes the sleepers.
   void raise(std::uint64_t to);
 
   bool reached(std::uint64_t at_least) const {

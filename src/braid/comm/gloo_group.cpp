@@ -1,4 +1,5 @@
-// The only file that sees Gloo's headers: the wheel has none, Debian's are older, so no Gloo type is made or called here.
+// The only file that sees Gloo's headers: the wheel has none, Debian's are older, so no Gloo type
+// is made or called here.
 #include "braid/comm/gloo_group.h"
 
 #include <net/if.h>
@@ -9,7 +10,8 @@
 
 namespace braid {
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size,
                                                   std::chrono::milliseconds timeout) {
   using c10d::ProcessGroupGloo;
   const std::string& where = env().interface;

@@ -9,9 +9,11 @@
 
 namespace braid {
 
-std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank,
-                                     int size, GroupOptions options) {
-  BRAID_CHECK(size >= 1 && rank >= 0 && rank < size, "group ", name, ": rank ", rank, " is not below size ", size);
+std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& store,
+                                     const std::string& name, int rank, int size,
+                                     GroupOptions options) {
+  BRAID_CHECK(size >= 1 && rank >= 0 && rank < size, "group ", name, ": rank ", rank,
+              " is not below size ", size);
   auto group = std::shared_ptr<Group>(new Group);
   group->rank_ = rank;
   group->size_ = size;

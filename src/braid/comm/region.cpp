@@ -2,6 +2,7 @@
 #include "braid/comm/region.h"
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -46,12 +47,14 @@ std::map<Nonce, std::weak_ptr<Region>>& made() {
 
 std::byte* map_fd(int fd, std::size_t bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  TORCH_CHECK(data != MAP_FAILED, "can't map ", bytes, " bytes of shared memory: ", std::strerror(errno),
+  TORCH_CHECK(data != MAP_FAILED, "can't map ", bytes,
+              " bytes of shared memory: ", std::strerror(errno),
               ". HINT: a smaller BRAID_SLOT_BYTES reserves less address space");
   return static_cast<std::byte*>(data);
 }
 
-// What travels with a region's descriptor. `to` is the receiver's nonce, known only from the group's store.
+// What travels with a region's descriptor. `to` is the receiver's nonce, known only from the
+// group's store.
 struct Greeting {
   Nonce from, to;
   std::int32_t rank;
@@ -100,10 +103,13 @@ int receive_region(int socket, Greeting& greeting, std::chrono::milliseconds tim
 bool same_user(int socket) {
   ucred peer{};
   socklen_t length = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == ::geteuid();
 }
 
-std::string socket_name(const Nonce& nonce) { return fmt::format("braid-{:016x}{:016x}", nonce[0], nonce[1]); }
+std::string socket_name(const Nonce& nonce) {
+  return fmt::format("braid-{:016x}{:016x}", nonce[0], nonce[1]);
+}
 
 sockaddr_un address_of(const std::string& name, socklen_t& length) {
   sockaddr_un address{};
@@ -133,20 +139,23 @@ Descriptor connect_to(const Nonce& nonce) {
   Descriptor fd = make_socket();
   socklen_t length = 0;
   const sockaddr_un address = address_of(socket_name(nonce), length);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) return Descriptor();
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    return Descriptor();
   return fd;
 }
 
 /// Values of all ranks under `key`, mine included.
 template <class T>
-std::vector<T> share(c10d::Store& store, const std::string& key, int rank, int size, const T& mine) {
+std::vector<T> share(c10d::Store& store, const std::string& key, int rank, int size,
+                     const T& mine) {
   const auto* bytes = reinterpret_cast<const std::uint8_t*>(&mine);
   store.set(key + std::to_string(rank), std::vector<std::uint8_t>(bytes, bytes + sizeof mine));
   std::vector<T> all(static_cast<std::size_t>(size), mine);
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
     const auto text = store.get(key + std::to_string(peer));
-    TORCH_CHECK(text.size() == sizeof(T), "the store's ", key, peer, " is not what a rank of braid wrote");
+    TORCH_CHECK(text.size() == sizeof(T), "the store's ", key, peer,
+                " is not what a rank of braid wrote");
     std::memcpy(&all[static_cast<std::size_t>(peer)], text.data(), sizeof(T));
   }
   return all;
@@ -162,7 +171,8 @@ std::shared_ptr<Region> Region::make(std::size_t bytes) {
   region->data_ = map_fd(region->fd_, bytes);
   region->bytes_ = bytes;
   region->allocate(0, sizeof(Nonce));
-  TORCH_CHECK(::getrandom(region->nonce_.data(), sizeof(Nonce), 0) == sizeof(Nonce), "no random numbers");
+  TORCH_CHECK(::getrandom(region->nonce_.data(), sizeof(Nonce), 0) == sizeof(Nonce),
+              "no random numbers");
   std::memcpy(region->data_, region->nonce_.data(), sizeof(Nonce));
   const std::lock_guard lock(made_mutex);
   made()[region->nonce_] = region;
@@ -196,11 +206,13 @@ void Region::allocate(std::size_t begin, std::size_t end) const {
   do {
     result = ::fallocate(fd_, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
   } while (result != 0 && errno == EINTR);
-  TORCH_CHECK(result == 0, "this host has no ", end - begin, " bytes more of shared memory: ", std::strerror(errno));
+  TORCH_CHECK(result == 0, "this host has no ", end - begin,
+              " bytes more of shared memory: ", std::strerror(errno));
 }
 
-Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group, int rank, int size,
-                          const std::shared_ptr<Region>& mine, std::size_t bytes, std::chrono::milliseconds timeout) {
+Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
+                          int rank, int size, const std::shared_ptr<Region>& mine,
+                          std::size_t bytes, std::chrono::milliseconds timeout) {
   struct Seen {
     bool all;
   };
@@ -216,8 +228,10 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     local = sockets[p].get() >= 0 && same_user(sockets[p].get());
     if (local) send_region(sockets[p].get(), {mine->nonce(), all[p], rank}, mine->fd());
   }
-  // A connection waits in the listener's backlog, so nobody has to accept before all know that all are here.
-  for (const Seen& seen : share(*store, group + "/local/", rank, size, Seen{local})) local = local && seen.all;
+  // A connection waits in the listener's backlog, so nobody has to accept before all know that all
+  // are here.
+  for (const Seen& seen : share(*store, group + "/local/", rank, size, Seen{local}))
+    local = local && seen.all;
   if (!local) return result;
 
   std::vector<std::shared_ptr<Region>> regions(static_cast<std::size_t>(size));
@@ -226,7 +240,8 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     const int fd = receive_region(socket, greeting, timeout);
     if (fd < 0) return std::shared_ptr<Region>();
     const bool known = greeting.rank >= 0 && greeting.rank < size &&
-                       greeting.from == all[static_cast<std::size_t>(greeting.rank)] && greeting.to == mine->nonce();
+                       greeting.from == all[static_cast<std::size_t>(greeting.rank)] &&
+                       greeting.to == mine->nonce();
     if (!known) {
       ::close(fd);
       return std::shared_ptr<Region>();
@@ -234,8 +249,9 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     return Region::map(fd, bytes, greeting.from);
   };
   for (int missing = size - 1 - rank; missing > 0;) {
-    TORCH_CHECK_WITH(DistBackendError, readable(listener.get(), timeout), "group ", group, " rank ", rank, ": ",
-                     missing, " peers passed no shared memory within ", timeout.count(), " ms");
+    TORCH_CHECK_WITH(DistBackendError, readable(listener.get(), timeout), "group ", group, " rank ",
+                     rank, ": ", missing, " peers passed no shared memory within ", timeout.count(),
+                     " ms");
     Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     Greeting greeting{};
     if (socket.get() < 0 || !same_user(socket.get())) continue;  // a stranger
@@ -251,8 +267,8 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     const auto p = static_cast<std::size_t>(peer);
     Greeting greeting{};
     regions[p] = receive(sockets[p].get(), greeting);
-    TORCH_CHECK_WITH(DistBackendError, regions[p] != nullptr, "group ", group, " rank ", rank, ": peer ", peer,
-                     " passed no shared memory within ", timeout.count(), " ms");
+    TORCH_CHECK_WITH(DistBackendError, regions[p] != nullptr, "group ", group, " rank ", rank,
+                     ": peer ", peer, " passed no shared memory within ", timeout.count(), " ms");
   }
   result.regions = std::move(regions);
   for (Descriptor& socket : sockets) result.sockets.push_back(socket.release());

@@ -1,4 +1,5 @@
-// A rank's region of shared memory: a memfd, mapped; and its exchange with the other ranks of the host.
+// A rank's region of shared memory: a memfd, mapped; and its exchange with the other ranks of the
+// host.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -19,9 +20,11 @@ using Nonce = std::array<std::uint64_t, 2>;
 /// A mapped memfd. Starts with its owner's nonce.
 class Region {
  public:
-  /// Makes a new region of `bytes` (address space; pages appear on use). Errors: c10::Error with errno's text.
+  /// Makes a new region of `bytes` (address space; pages appear on use). Errors: c10::Error with
+  /// errno's text.
   static std::shared_ptr<Region> make(std::size_t bytes);
-  /// Maps a peer's region, or finds it when it was made by this process. Null when the nonce is not there. Closes fd.
+  /// Maps a peer's region, or finds it when it was made by this process. Null when the nonce is not
+  /// there. Closes fd.
   static std::shared_ptr<Region> map(int fd, std::size_t bytes, const Nonce& nonce);
   ~Region();
   Region(const Region&) = delete;
@@ -42,13 +45,15 @@ class Region {
 };
 
 struct Exchange {
-  std::vector<std::shared_ptr<Region>> regions;  // by rank; empty when not all ranks are on this host
-  std::vector<int> sockets;                      // by rank, open; -1 for this one. The caller closes them.
+  std::vector<std::shared_ptr<Region>>
+      regions;               // by rank; empty when not all ranks are on this host
+  std::vector<int> sockets;  // by rank, open; -1 for this one. The caller closes them.
 };
 
 /// Passes `mine` to all ranks and maps theirs. Collective over the store.
 /// Errors: DistBackendError when a peer does not come within the time-out.
-Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group, int rank, int size,
-                          const std::shared_ptr<Region>& mine, std::size_t bytes, std::chrono::milliseconds timeout);
+Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
+                          int rank, int size, const std::shared_ptr<Region>& mine,
+                          std::size_t bytes, std::chrono::milliseconds timeout);
 
 }  // namespace braid

@@ -22,22 +22,25 @@ constexpr int kMaxRanks = 64;
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
 
 }  // namespace
 
 /// The flags of one slot of a region, all written by the region's rank.
 struct SharedMemory::SlotFlags {
-  Header header;            // valid while `published` shows its operation
-  Flag published;           // sequence << 16 | count; count 0: the header is there
-  Flag result;              // the same for what is made from the peers' payload
-  Flag released;            // sequence << 16: this rank touches no slot of that operation any more
-  Flag posted[kMaxRanks];   // by owner: what this rank wrote into the owner's slot
+  Header header;           // valid while `published` shows its operation
+  Flag published;          // sequence << 16 | count; count 0: the header is there
+  Flag result;             // the same for what is made from the peers' payload
+  Flag released;           // sequence << 16: this rank touches no slot of that operation any more
+  Flag posted[kMaxRanks];  // by owner: what this rank wrote into the owner's slot
 };
 
 /// Start of a region.
-/// | lost    | 0, or 1 + the rank whose loss this region's rank saw first | its rank | all, when something fails | 0 |
-/// | lost_op | the operation it was in; written before `lost`             | its rank | all, after `lost`         | "" |
+/// | lost    | 0, or 1 + the rank whose loss this region's rank saw first | its rank | all, when
+/// something fails | 0 | | lost_op | the operation it was in; written before `lost`             |
+/// its rank | all, after `lost`         | "" |
 struct SharedMemory::Control {
   Nonce nonce;
   std::atomic<std::int32_t> lost;
@@ -74,7 +77,8 @@ SharedMemory::~SharedMemory() {
 std::size_t SharedMemory::control_bytes() { return round_up(sizeof(Control), 4096); }
 
 SharedMemory::Control& SharedMemory::control(int rank) const {
-  return *std::launder(reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(rank)]->data()));
+  return *std::launder(
+      reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(rank)]->data()));
 }
 
 void SharedMemory::fail(const std::string& text) const {
@@ -86,8 +90,10 @@ void SharedMemory::fail(const std::string& text) const {
 void SharedMemory::check_losses(const char* op, Clock::time_point since) const {
   const auto describe = [&](int lost, const char* in) {
     const double elapsed = std::chrono::duration<double>(Clock::now() - since).count();
-    fail(fmt::format("{}: group {} rank {}: lost rank {} (it was in, or expected in, {}) after {:.3f} s of at most {:.3f} s", op,
-                     group_, rank_, lost, in, elapsed, std::chrono::duration<double>(timeout_).count()));
+    fail(fmt::format(
+        "{}: group {} rank {}: lost rank {} (it was in, or expected in, {}) after {:.3f} s of at "
+        "most {:.3f} s",
+        op, group_, rank_, lost, in, elapsed, std::chrono::duration<double>(timeout_).count()));
   };
   const auto report = [&](int seen_by) {
     const Control& peer = control(seen_by);
@@ -100,7 +106,8 @@ void SharedMemory::check_losses(const char* op, Clock::time_point since) const {
     if (socket < 0) continue;
     pollfd entry{socket, POLLIN, 0};
     char byte = 0;
-    if (::poll(&entry, 1, 0) <= 0 || ::recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0) continue;
+    if (::poll(&entry, 1, 0) <= 0 || ::recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
+      continue;
     report(peer);  // it may have left because it saw another one's loss
     Control& mine = control(rank_);
     std::strncpy(mine.lost_op, op, sizeof mine.lost_op - 1);
@@ -125,23 +132,27 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
     }
     const auto elapsed = Clock::now() - since;
     if (elapsed < timeout_) continue;
-    fail(fmt::format("{}: group {} rank {}: rank {} did not come within the time-out: {:.3f} s elapsed of at most {:.3f} s",
-                     op, group_, rank_, peer, std::chrono::duration<double>(elapsed).count(),
-                     std::chrono::duration<double>(timeout_).count()));
+    fail(
+        fmt::format("{}: group {} rank {}: rank {} did not come within the time-out: {:.3f} s "
+                    "elapsed of at most {:.3f} s",
+                    op, group_, rank_, peer, std::chrono::duration<double>(elapsed).count(),
+                    std::chrono::duration<double>(timeout_).count()));
   }
 }
 
 SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes) {
-  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_, " is unusable since: ", failure_);
-  BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ", env().slot_bytes,
-              " bytes. HINT: a larger BRAID_SLOT_BYTES");
+  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
+                   " is unusable since: ", failure_);
+  BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
+              env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
   BRAID_CHECK(num_unfinished_ < kSlots, header.op, ": ", num_unfinished_,
               " operations are started and not waited for, at most ", kSlots, " can be");
   const std::int64_t sequence = ++sequence_;
   const auto slot = static_cast<std::size_t>(sequence % kSlots);
   if (sequence > kSlots) {
     const auto released = static_cast<std::uint64_t>(sequence - kSlots) << 16;
-    for (int peer = 0; peer < size(); ++peer) wait(control(peer).slots[slot].released, released, peer, header.op);
+    for (int peer = 0; peer < size(); ++peer)
+      wait(control(peer).slots[slot].released, released, peer, header.op);
   }
   if (bytes > allocated_[slot]) {
     const std::size_t base = control_bytes() + slot * env().slot_bytes;
@@ -184,8 +195,9 @@ void SharedMemory::Lease::agree() {
   for (std::size_t r = 1; r < headers_.size(); ++r) {
     const Header& b = headers_[r];
     const auto differ = [&](const char* what, const auto& x, const auto& y) {
-      const std::string text = fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
-                                           memory_->group_, what, x, y);
+      const std::string text =
+          fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
+                      memory_->group_, what, x, y);
       release();
       BRAID_CHECK(false, text);
     };
@@ -200,13 +212,19 @@ void SharedMemory::Lease::agree() {
   }
 }
 
-const Header& SharedMemory::Lease::header(int rank) const { return headers_[static_cast<std::size_t>(rank)]; }
+const Header& SharedMemory::Lease::header(int rank) const {
+  return headers_[static_cast<std::size_t>(rank)];
+}
 
-void SharedMemory::Lease::publish(int count) { flags(memory_->rank()).published.raise(progress(count)); }
+void SharedMemory::Lease::publish(int count) {
+  flags(memory_->rank()).published.raise(progress(count));
+}
 void SharedMemory::Lease::wait_published(int rank, int count) const {
   memory_->wait(flags(rank).published, progress(count), rank, op_);
 }
-void SharedMemory::Lease::publish_result(int count) { flags(memory_->rank()).result.raise(progress(count)); }
+void SharedMemory::Lease::publish_result(int count) {
+  flags(memory_->rank()).result.raise(progress(count));
+}
 void SharedMemory::Lease::wait_result(int rank, int count) const {
   memory_->wait(flags(rank).result, progress(count), rank, op_);
 }
@@ -221,7 +239,9 @@ void SharedMemory::Lease::release() {
   if (memory_ == nullptr) return;
   SharedMemory& memory = *std::exchange(memory_, nullptr);
   --memory.num_unfinished_;
-  memory.control(memory.rank_).slots[sequence_ % kSlots].released.raise(static_cast<std::uint64_t>(sequence_) << 16);
+  memory.control(memory.rank_)
+      .slots[sequence_ % kSlots]
+      .released.raise(static_cast<std::uint64_t>(sequence_) << 16);
 }
 
 }  // namespace braid
