@@ -7,8 +7,6 @@ install(DIRECTORY src/braid DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHI
 install(EXPORT braidTargets DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/braid NAMESPACE braid::)
 file(WRITE ${PROJECT_BINARY_DIR}/braidConfig.cmake
 "include(CMakeFindDependencyMacro)
-find_dependency(fmt)
-find_dependency(spdlog)
 find_dependency(nlohmann_json)
 find_dependency(Threads)
 include(\${CMAKE_CURRENT_LIST_DIR}/braidTargets.cmake)

@@ -1,4 +1,5 @@
-// Ranks as threads of the test process: one mapping of the shared memory, an in-memory store, unique group names.
+// Ranks as threads of the test process: one mapping of the shared memory, an in-memory store,
+// unique group names.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,8 +17,8 @@
 
 namespace braid::test {
 
-/// Runs fn(group) on `num_ranks` threads, each with its rank's Group; rethrows the first exception. Assertions inside fn
-/// throw or use EXPECT_. One ATen thread per rank.
+/// Runs fn(group) on `num_ranks` threads, each with its rank's Group; rethrows the first exception.
+/// Assertions inside fn throw or use EXPECT_. One ATen thread per rank.
 inline void run_ranks(int num_ranks, const std::function<void(const std::shared_ptr<Group>&)>& fn,
                       GroupOptions options = {}) {
   static std::atomic<int> runs{0};
@@ -47,7 +48,8 @@ inline at::Tensor rank_values(int rank, at::IntArrayRef shape, at::ScalarType dt
 }
 
 /// Small integers, so that f32 sums are exact.
-inline at::Tensor rank_integers(int rank, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+inline at::Tensor rank_integers(int rank, at::IntArrayRef shape,
+                                at::ScalarType dtype = at::kFloat) {
   const auto n = c10::multiply_integers(shape);
   return (at::remainder(at::arange(n, at::kLong) * 7 + 3 * rank, 11) - 5).reshape(shape).to(dtype);
 }

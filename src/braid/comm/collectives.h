@@ -1,10 +1,11 @@
-// Split-phase collectives: start_x(...) -> Pending, whose wait() gives the result; over shared memory inside a host, over
-// the process group between hosts.
+// Split-phase collectives: start_x(...) -> Pending, whose wait() gives the result; over shared
+// memory inside a host, over the process group between hosts.
 //
-// All are collective: every rank calls them in the same order on a group; at least two may be in flight. Rows are dim 0.
-// Inputs may be strided; results are new contiguous tensors. Groups of one work. Sums are in f32 (f64 for f64, integers
-// in themselves), in rank order, rounded once: the same bits on every rank and in every run.
-// Errors  ValueError before any payload, the same on every rank, when dtypes or shapes disagree (shared memory);
+// All are collective: every rank calls them in the same order on a group; at least two may be in
+// flight. Rows are dim 0. Inputs may be strided; results are new contiguous tensors. Groups of one
+// work. Sums are in f32 (f64 for f64, integers in themselves), in rank order, rounded once: the
+// same bits on every rank and in every run. Errors  ValueError before any payload, the same on
+// every rank, when dtypes or shapes disagree (shared memory);
 //         DistBackendError naming op, group, rank, peer, elapsed and time-out when a peer is lost.
 #pragma once
 
@@ -20,29 +21,36 @@ namespace braid {
 
 enum class ReduceOp : std::uint8_t { sum, max };
 
-/// Rows of a tensor of `rows` rows that each of `size` ranks owns: as at::tensor_split, the first ones have one more.
+/// Rows of a tensor of `rows` rows that each of `size` ranks owns: as at::tensor_split, the first
+/// ones have one more.
 std::vector<std::int64_t> split_rows(std::int64_t rows, int size);
 
 /// Concatenates the shards of all ranks, rank 0 first.
 ///   Shapes  x_shard [t_r, ...]; t_r may differ by rank; returns [sum t_r, ...].
-///   rows    t_r of every rank where the caller knows them; empty: they are exchanged first (a blocking message between hosts)
+///   rows    t_r of every rank where the caller knows them; empty: they are exchanged first (a
+///   blocking message between hosts)
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows = {});
 /// Sums x over the ranks and gives each rank its rows.
 ///   Shapes  x [t, ...] the same on all ranks; returns [split_rows(t, R)[rank], ...].
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
 /// Reduces x over the ranks.
-///   Shapes  x any, the same on all ranks; returns its shape.   out: where the result goes if given (may be x itself).
-Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
-                                     at::Tensor out = {});
+///   Shapes  x any, the same on all ranks; returns its shape.   out: where the result goes if given
+///   (may be x itself).
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x,
+                                     ReduceOp op = ReduceOp::sum, at::Tensor out = {});
 /// Sends send_rows[p] rows of x to rank p, in order.
-///   Shapes  x [sum send_rows, ...]; returns [sum recv_rows, ...], rank 0's rows first. recv_rows[p] is p's send_rows[rank].
-Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x, std::vector<std::int64_t> send_rows,
+///   Shapes  x [sum send_rows, ...]; returns [sum recv_rows, ...], rank 0's rows first.
+///   recv_rows[p] is p's send_rows[rank].
+Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
+                                     std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows);
 
-at::Tensor all_gather(const Group& group, const at::Tensor& x_shard, std::vector<std::int64_t> rows = {});
+at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
+                      std::vector<std::int64_t> rows = {});
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x);
-at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum, at::Tensor out = {});
+at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
+                      at::Tensor out = {});
 /// Every rank gets rank `root`'s x; x of the others gives shape and dtype.
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
 /// Returns once every rank has entered.

@@ -1,4 +1,5 @@
-// The ranks of one axis (tp, dp, ...): a process group of c10d, and the memory they share when they are on one host.
+// The ranks of one axis (tp, dp, ...): a process group of c10d, and the memory they share when they
+// are on one host.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -21,13 +22,16 @@ struct GroupOptions {
   bool shared_memory = env().shared_memory;  // false: everything goes through the process group
 };
 
-/// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations in the same order.
+/// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations
+/// in the same order.
 class Group {
  public:
-  /// Makes the group. Collective: every rank with the same name, size and options; names are used once per store.
-  /// Errors: ValueError on a rank outside 0..size-1; DistBackendError when a peer does not come within the time-out.
-  static std::shared_ptr<Group> create(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
-                                       int rank, int size, GroupOptions options = {});
+  /// Makes the group. Collective: every rank with the same name, size and options; names are used
+  /// once per store. Errors: ValueError on a rank outside 0..size-1; DistBackendError when a peer
+  /// does not come within the time-out.
+  static std::shared_ptr<Group> create(const c10::intrusive_ptr<c10d::Store>& store,
+                                       const std::string& name, int rank, int size,
+                                       GroupOptions options = {});
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -36,11 +40,14 @@ class Group {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
-  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
+  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of
+  /// one.
   SharedMemory* memory() const { return memory_.get(); }
-  c10d::Backend& backend() const { return *backend_; }
+  /// The process group, connected at its first use: collective then. Not for groups of one.
+  c10d::Backend& backend() const;
 
-  /// A tag for point-to-point messages, different for every operation in flight; the same on all ranks.
+  /// A tag for point-to-point messages, different for every operation in flight; the same on all
+  /// ranks.
   int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
 
  private:
@@ -48,7 +55,8 @@ class Group {
   int rank_ = 0, size_ = 1;
   std::string name_;
   GroupOptions options_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  mutable c10::intrusive_ptr<c10d::Backend> backend_;
   std::unique_ptr<SharedMemory> memory_;
   mutable std::int64_t num_tags_ = 0;
 };

@@ -12,7 +12,8 @@ struct Env {
   std::chrono::milliseconds timeout{300'000};
   /// BRAID_SHARED_MEMORY (1): 0 sends everything through the process group, even inside a host.
   bool shared_memory = true;
-  /// BRAID_SLOT_BYTES (16 GiB): address space reserved per operation in flight; pages appear on first touch.
+  /// BRAID_SLOT_BYTES (16 GiB): address space reserved per operation in flight; pages appear on
+  /// first touch.
   std::size_t slot_bytes = std::size_t{16} << 30;
   /// BRAID_SPIN (2000): polls of a flag before the waiter sleeps; 0 always sleeps.
   int spin = 2000;
@@ -20,7 +21,8 @@ struct Env {
   std::string interface;
 };
 
-/// The process's settings. Errors: ValueError naming the variable and its text when one does not parse.
+/// The process's settings. Errors: ValueError naming the variable and its text when one does not
+/// parse.
 const Env& env();
 
 }  // namespace braid

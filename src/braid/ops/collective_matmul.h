@@ -1,8 +1,9 @@
-// Matmul and collective as one pipeline over row tiles: the ops, their modes, and the passes that backward needs.
+// Matmul and collective as one pipeline over row tiles: the ops, their modes, and the passes that
+// backward needs.
 //
-// Weights are stored [n, k] (as torch.nn.Linear) and may be any 2-D strided view: a backward pass gives weight.t().
-// x may be strided; leading dims are rows: [..., k]. Group order and errors as in comm/collectives.h. Sums over ranks are
-// in f32 and in rank order, rounded once.
+// Weights are stored [n, k] (as torch.nn.Linear) and may be any 2-D strided view: a backward pass
+// gives weight.t(). x may be strided; leading dims are rows: [..., k]. Group order and errors as in
+// comm/collectives.h. Sums over ranks are in f32 and in rank order, rounded once.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,9 +18,10 @@
 namespace braid {
 
 enum class Mode : std::uint8_t {
-  serial,     // one collective, one matmul
-  chunked,    // num_chunks collectives, each beside the next chunk's matmul
-  fused,      // matmuls read and write the peers' memory (one host; elsewhere runs chunked and says so once)
+  serial,   // one collective, one matmul
+  chunked,  // num_chunks collectives, each beside the next chunk's matmul
+  fused,  // matmuls read and write the peers' memory (one host; elsewhere runs chunked and says so
+          // once)
   automatic,  // the tuner's choice
 };
 
@@ -29,10 +31,11 @@ struct MatmulOptions {
 };
 
 /// y = all_gather(x_shard) @ weight^T + bias.
-///   Shapes  x_shard [t_r, k] (t_r may differ by rank)   weight [n, k]   bias [n]   returns [sum t_r, n]
-///   rows    t_r of every rank where known (see start_all_gather)
-[[nodiscard]] at::Tensor all_gather_matmul(const Group& group, const at::Tensor& x_shard, const at::Tensor& weight,
-                                           const at::Tensor& bias = {}, MatmulOptions options = {},
+///   Shapes  x_shard [t_r, k] (t_r may differ by rank)   weight [n, k]   bias [n]   returns [sum
+///   t_r, n] rows    t_r of every rank where known (see start_all_gather)
+[[nodiscard]] at::Tensor all_gather_matmul(const Group& group, const at::Tensor& x_shard,
+                                           const at::Tensor& weight, const at::Tensor& bias = {},
+                                           MatmulOptions options = {},
                                            std::vector<std::int64_t> rows = {});
 
 struct GatheredMatmul {
@@ -40,37 +43,51 @@ struct GatheredMatmul {
 };
 /// As all_gather_matmul, and keeps the gathered input.   Shapes  x_full [sum t_r, k]
 [[nodiscard]] GatheredMatmul all_gather_matmul_v2(const Group& group, const at::Tensor& x_shard,
-                                                  const at::Tensor& weight, const at::Tensor& bias = {},
-                                                  MatmulOptions options = {}, std::vector<std::int64_t> rows = {});
+                                                  const at::Tensor& weight,
+                                                  const at::Tensor& bias = {},
+                                                  MatmulOptions options = {},
+                                                  std::vector<std::int64_t> rows = {});
 
-/// Gradient of a weight whose input is sharded by rows: dw (+)= dy^T @ all_gather(x_shard), the shards read where they are.
-///   Shapes  dy [sum t_r, n]   x_shard [t_r, k]   dw [n, k], f32 or dy's dtype; accumulate adds to it
-void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor& x_shard, at::Tensor& dw,
-                      bool accumulate, MatmulOptions options = {}, std::vector<std::int64_t> rows = {});
+/// Gradient of a weight whose input is sharded by rows: dw (+)= dy^T @ all_gather(x_shard), the
+/// shards read where they are.
+///   Shapes  dy [sum t_r, n]   x_shard [t_r, k]   dw [n, k], f32 or dy's dtype; accumulate adds to
+///   it
+void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor& x_shard,
+                      at::Tensor& dw, bool accumulate, MatmulOptions options = {},
+                      std::vector<std::int64_t> rows = {});
 
 /// Both gradients of a row-parallel layer in one pass over the gathered tiles:
-/// dx = all_gather(dy_shard) @ weight;  dw (+)= all_gather(dy_shard)^T @ x;  db (+)= column sums of all_gather(dy_shard).
-///   Shapes  dy_shard [t_r, n]   weight [n, k]   x [sum t_r, k]   returns [sum t_r, k] (undefined if !need_dx)
-///   dw, db  skipped where undefined
+/// dx = all_gather(dy_shard) @ weight;  dw (+)= all_gather(dy_shard)^T @ x;  db (+)= column sums of
+/// all_gather(dy_shard).
+///   Shapes  dy_shard [t_r, n]   weight [n, k]   x [sum t_r, k]   returns [sum t_r, k] (undefined
+///   if !need_dx) dw, db  skipped where undefined
 [[nodiscard]] at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_shard,
-                                                    const at::Tensor& weight, const at::Tensor& x, bool need_dx,
-                                                    at::Tensor dw, bool accumulate_dw, at::Tensor db,
-                                                    MatmulOptions options = {}, std::vector<std::int64_t> rows = {});
+                                                    const at::Tensor& weight, const at::Tensor& x,
+                                                    bool need_dx, at::Tensor dw, bool accumulate_dw,
+                                                    at::Tensor db, MatmulOptions options = {},
+                                                    std::vector<std::int64_t> rows = {});
 
 /// y_shard = reduce_scatter(x @ weight^T) + bias, bias added once.
-///   Shapes  x [t, k_r] the same t on all ranks   weight [n, k_r]   bias [n]   returns [split_rows(t, R)[rank], n]
-[[nodiscard]] Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group, const at::Tensor& x,
-                                                              const at::Tensor& weight, const at::Tensor& bias = {},
+///   Shapes  x [t, k_r] the same t on all ranks   weight [n, k_r]   bias [n]   returns
+///   [split_rows(t, R)[rank], n]
+[[nodiscard]] Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group,
+                                                              const at::Tensor& x,
+                                                              const at::Tensor& weight,
+                                                              const at::Tensor& bias = {},
                                                               MatmulOptions options = {});
-[[nodiscard]] at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
-                                               const at::Tensor& bias = {}, MatmulOptions options = {});
+[[nodiscard]] at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x,
+                                               const at::Tensor& weight,
+                                               const at::Tensor& bias = {},
+                                               MatmulOptions options = {});
 
 /// y = all_reduce(x @ weight^T) + bias, bias added once.
 ///   Shapes  x [..., k_r]   weight [n, k_r]   bias [n]   returns [..., n]
 [[nodiscard]] Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
-                                                          const at::Tensor& weight, const at::Tensor& bias = {},
+                                                          const at::Tensor& weight,
+                                                          const at::Tensor& bias = {},
                                                           MatmulOptions options = {});
-[[nodiscard]] at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x, const at::Tensor& weight,
-                                           const at::Tensor& bias = {}, MatmulOptions options = {});
+[[nodiscard]] at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x,
+                                           const at::Tensor& weight, const at::Tensor& bias = {},
+                                           MatmulOptions options = {});
 
 }  // namespace braid

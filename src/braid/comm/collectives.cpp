@@ -1,0 +1,114 @@
+// Chooses the transport of a collective.
+#include "braid/comm/collectives.h"
+
+#include "braid/comm/transports.h"
+#include "braid/core/check.h"
+#include "braid/core/trace.h"
+
+namespace braid {
+namespace {
+
+Pending<at::Tensor> done(at::Tensor result) {
+  return Pending<at::Tensor>([result] { return result; });
+}
+
+void check_rows(const Group& group, const char* op, const char* what,
+                const std::vector<std::int64_t>& rows) {
+  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": ", what, " has ",
+              rows.size(), " entries, group ", group.name(), " has ", group.size(), " ranks");
+}
+
+}  // namespace
+
+std::vector<std::int64_t> split_rows(std::int64_t rows, int size) {
+  std::vector<std::int64_t> result(static_cast<std::size_t>(size), rows / size);
+  for (std::int64_t r = 0; r < rows % size; ++r) ++result[static_cast<std::size_t>(r)];
+  return result;
+}
+
+Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
+                                     std::vector<std::int64_t> rows) {
+  BRAID_CHECK(x_shard.dim() >= 1, "all_gather: x_shard has ", x_shard.dim(),
+              " dims, at least 1 is needed");
+  if (!rows.empty()) {
+    check_rows(group, "all_gather", "rows", rows);
+    BRAID_CHECK_EQ(rows[static_cast<std::size_t>(group.rank())], x_shard.size(0),
+                   "all_gather: this rank's rows");
+  }
+  if (group.size() == 1) return done(x_shard.clone(at::MemoryFormat::Contiguous));
+  const trace::Operation operation("all_gather");
+  return group.memory() != nullptr
+             ? shared::start_all_gather(group, x_shard.detach(), std::move(rows))
+             : network::start_all_gather(group, x_shard.detach().contiguous(), std::move(rows));
+}
+
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x) {
+  BRAID_CHECK(x.dim() >= 1, "reduce_scatter: x has ", x.dim(), " dims, at least 1 is needed");
+  if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
+  const trace::Operation operation("reduce_scatter");
+  return group.memory() != nullptr ? shared::start_reduce_scatter(group, x.detach())
+                                   : network::start_reduce_scatter(group, x.detach().contiguous());
+}
+
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
+                                     at::Tensor out) {
+  if (out.defined()) {
+    BRAID_CHECK_EQ(out.sizes(), x.sizes(), "all_reduce: shapes of out and x");
+    BRAID_CHECK_EQ(out.scalar_type(), x.scalar_type(), "all_reduce: dtypes of out and x");
+  }
+  if (group.size() == 1) {
+    if (!out.defined()) return done(x.clone(at::MemoryFormat::Contiguous));
+    if (!out.is_same(x)) out.copy_(x);
+    return done(out);
+  }
+  const trace::Operation operation("all_reduce");
+  return group.memory() != nullptr
+             ? shared::start_all_reduce(group, x.detach(), op, std::move(out))
+             : network::start_all_reduce(group, x.detach().contiguous(), op, std::move(out));
+}
+
+Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
+                                     std::vector<std::int64_t> send_rows,
+                                     std::vector<std::int64_t> recv_rows) {
+  BRAID_CHECK(x.dim() >= 1, "all_to_all: x has ", x.dim(), " dims, at least 1 is needed");
+  check_rows(group, "all_to_all", "send_rows", send_rows);
+  check_rows(group, "all_to_all", "recv_rows", recv_rows);
+  std::int64_t total = 0;
+  for (const auto n : send_rows) total += n;
+  BRAID_CHECK_EQ(total, x.size(0), "all_to_all: the sum of send_rows and the rows of x");
+  if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
+  const trace::Operation operation("all_to_all");
+  return group.memory() != nullptr
+             ? shared::start_all_to_all(group, x.detach(), std::move(send_rows),
+                                        std::move(recv_rows))
+             : network::start_all_to_all(group, x.detach().contiguous(), std::move(send_rows),
+                                         std::move(recv_rows));
+}
+
+at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
+                      std::vector<std::int64_t> rows) {
+  return start_all_gather(group, x_shard, std::move(rows)).wait();
+}
+at::Tensor reduce_scatter(const Group& group, const at::Tensor& x) {
+  return start_reduce_scatter(group, x).wait();
+}
+at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op, at::Tensor out) {
+  return start_all_reduce(group, x, op, std::move(out)).wait();
+}
+
+at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
+  BRAID_CHECK(root >= 0 && root < group.size(), "broadcast: root ", root,
+              " is not a rank of a group of ", group.size());
+  if (group.size() == 1) return x.clone(at::MemoryFormat::Contiguous);
+  const trace::Operation operation("broadcast");
+  return group.memory() != nullptr ? shared::broadcast(group, x.detach(), root)
+                                   : network::broadcast(group, x.detach().contiguous(), root);
+}
+
+void barrier(const Group& group) {
+  if (group.size() == 1) return;
+  const trace::Operation operation("barrier");
+  group.memory() != nullptr ? shared::barrier(group) : network::barrier(group);
+}
+
+}  // namespace braid

@@ -1,0 +1,18 @@
+// Makes a Gloo process group.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace braid {
+
+/// Connects the ranks over TCP. Collective. Listens on BRAID_INTERFACE (a name or an address), else
+/// on loopback. Errors: DistBackendError when a peer does not come within the time-out.
+c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size,
+                                                  std::chrono::milliseconds timeout);
+
+}  // namespace braid

@@ -1,0 +1,38 @@
+// Makes groups.
+#include "braid/comm/group.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "braid/comm/gloo_group.h"
+#include "braid/comm/shared_memory.h"
+#include "braid/core/check.h"
+
+namespace braid {
+
+std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& store,
+                                     const std::string& name, int rank, int size,
+                                     GroupOptions options) {
+  BRAID_CHECK(size >= 1 && rank >= 0 && rank < size, "group ", name, ": rank ", rank,
+              " is not below size ", size);
+  auto group = std::shared_ptr<Group>(new Group);
+  group->rank_ = rank;
+  group->size_ = size;
+  group->name_ = name;
+  group->options_ = options;
+  if (size == 1) return group;
+  group->store_ = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  group->store_->setTimeout(options.timeout);
+  if (options.shared_memory)
+    group->memory_ = SharedMemory::create(group->store_, name, rank, size, options.timeout);
+  return group;
+}
+
+Group::~Group() = default;
+
+c10d::Backend& Group::backend() const {
+  TORCH_INTERNAL_ASSERT(size_ > 1, "a group of one has no messages to send");
+  if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout);
+  return *backend_;
+}
+
+}  // namespace braid

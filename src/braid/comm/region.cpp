@@ -1,0 +1,278 @@
+// Makes regions and passes their file descriptors over abstract unix sockets.
+#include "braid/comm/region.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace braid {
+namespace {
+
+/// A file descriptor, closed at the end.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+// Regions that this process made, so that ranks which are its threads share one mapping.
+std::mutex made_mutex;
+std::map<Nonce, std::weak_ptr<Region>>& made() {
+  static auto& regions = *new std::map<Nonce, std::weak_ptr<Region>>;
+  return regions;
+}
+
+std::byte* map_fd(int fd, std::size_t bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  TORCH_CHECK(data != MAP_FAILED, "can't map ", bytes,
+              " bytes of shared memory: ", std::strerror(errno),
+              ". HINT: a smaller BRAID_SLOT_BYTES reserves less address space");
+  return static_cast<std::byte*>(data);
+}
+
+// What travels with a region's descriptor. `to` is the receiver's nonce, known only from the
+// group's store.
+struct Greeting {
+  Nonce from, to;
+  std::int32_t rank;
+};
+
+void send_region(int socket, const Greeting& greeting, int fd) {
+  iovec data{const_cast<Greeting*>(&greeting), sizeof greeting};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  TORCH_CHECK(::sendmsg(socket, &message, MSG_NOSIGNAL) == sizeof greeting,
+              "can't pass shared memory to a peer: ", std::strerror(errno));
+}
+
+bool readable(int socket, std::chrono::milliseconds timeout) {
+  pollfd entry{socket, POLLIN, 0};
+  return ::poll(&entry, 1, static_cast<int>(timeout.count())) > 0;
+}
+
+/// Returns the descriptor, -1 when the message is not a greeting.
+int receive_region(int socket, Greeting& greeting, std::chrono::milliseconds timeout) {
+  if (!readable(socket, timeout)) return -1;
+  iovec data{&greeting, sizeof greeting};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  if (::recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != sizeof greeting) return -1;
+  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return -1;
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+  return fd;
+}
+
+bool same_user(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == ::geteuid();
+}
+
+std::string socket_name(const Nonce& nonce) {
+  return fmt::format("braid-{:016x}{:016x}", nonce[0], nonce[1]);
+}
+
+sockaddr_un address_of(const std::string& name, socklen_t& length) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // a leading 0: abstract
+  length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+Descriptor make_socket() {
+  Descriptor fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  TORCH_CHECK(fd.get() >= 0, "can't make a unix socket: ", std::strerror(errno));
+  return fd;
+}
+
+Descriptor listen_on(const Nonce& nonce, int backlog) {
+  Descriptor fd = make_socket();
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(socket_name(nonce), length);
+  TORCH_CHECK(::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+                  ::listen(fd.get(), backlog) == 0,
+              "can't listen on a unix socket: ", std::strerror(errno));
+  return fd;
+}
+
+Descriptor connect_to(const Nonce& nonce) {
+  Descriptor fd = make_socket();
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(socket_name(nonce), length);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    return Descriptor();
+  return fd;
+}
+
+/// Values of all ranks under `key`, mine included.
+template <class T>
+std::vector<T> share(c10d::Store& store, const std::string& key, int rank, int size,
+                     const T& mine) {
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(&mine);
+  store.set(key + std::to_string(rank), std::vector<std::uint8_t>(bytes, bytes + sizeof mine));
+  std::vector<T> all(static_cast<std::size_t>(size), mine);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    const auto text = store.get(key + std::to_string(peer));
+    TORCH_CHECK(text.size() == sizeof(T), "the store's ", key, peer,
+                " is not what a rank of braid wrote");
+    std::memcpy(&all[static_cast<std::size_t>(peer)], text.data(), sizeof(T));
+  }
+  return all;
+}
+
+}  // namespace
+
+std::shared_ptr<Region> Region::make(std::size_t bytes) {
+  auto region = std::shared_ptr<Region>(new Region);
+  region->fd_ = ::memfd_create("braid", MFD_CLOEXEC);
+  TORCH_CHECK(region->fd_ >= 0 && ::ftruncate(region->fd_, static_cast<off_t>(bytes)) == 0,
+              "can't make ", bytes, " bytes of shared memory: ", std::strerror(errno));
+  region->data_ = map_fd(region->fd_, bytes);
+  region->bytes_ = bytes;
+  region->allocate(0, sizeof(Nonce));
+  TORCH_CHECK(::getrandom(region->nonce_.data(), sizeof(Nonce), 0) == sizeof(Nonce),
+              "no random numbers");
+  std::memcpy(region->data_, region->nonce_.data(), sizeof(Nonce));
+  const std::lock_guard lock(made_mutex);
+  made()[region->nonce_] = region;
+  return region;
+}
+
+std::shared_ptr<Region> Region::map(int fd, std::size_t bytes, const Nonce& nonce) {
+  const Descriptor closer(fd);
+  {
+    const std::lock_guard lock(made_mutex);
+    if (const auto found = made().find(nonce); found != made().end()) return found->second.lock();
+  }
+  auto region = std::shared_ptr<Region>(new Region);
+  region->data_ = map_fd(fd, bytes);
+  region->bytes_ = bytes;
+  region->nonce_ = nonce;
+  if (std::memcmp(region->data_, nonce.data(), sizeof nonce) != 0) return nullptr;
+  return region;
+}
+
+Region::~Region() {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (fd_ < 0) return;
+  ::close(fd_);
+  const std::lock_guard lock(made_mutex);
+  made().erase(nonce_);
+}
+
+void Region::allocate(std::size_t begin, std::size_t end) const {
+  int result = 0;
+  do {
+    result = ::fallocate(fd_, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  } while (result != 0 && errno == EINTR);
+  TORCH_CHECK(result == 0, "this host has no ", end - begin,
+              " bytes more of shared memory: ", std::strerror(errno));
+}
+
+Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
+                          int rank, int size, const std::shared_ptr<Region>& mine,
+                          std::size_t bytes, std::chrono::milliseconds timeout) {
+  struct Seen {
+    bool all;
+  };
+  Exchange result;
+  Descriptor listener = listen_on(mine->nonce(), size);
+  const std::vector<Nonce> all = share(*store, group + "/nonce/", rank, size, mine->nonce());
+
+  std::vector<Descriptor> sockets(static_cast<std::size_t>(size));
+  bool local = true;
+  for (int peer = 0; peer < rank && local; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    sockets[p] = connect_to(all[p]);
+    local = sockets[p].get() >= 0 && same_user(sockets[p].get());
+    if (local) send_region(sockets[p].get(), {mine->nonce(), all[p], rank}, mine->fd());
+  }
+  // A connection waits in the listener's backlog, so nobody has to accept before all know that all
+  // are here.
+  for (const Seen& seen : share(*store, group + "/local/", rank, size, Seen{local}))
+    local = local && seen.all;
+  if (!local) return result;
+
+  std::vector<std::shared_ptr<Region>> regions(static_cast<std::size_t>(size));
+  regions[static_cast<std::size_t>(rank)] = mine;
+  const auto receive = [&](int socket, Greeting& greeting) {
+    const int fd = receive_region(socket, greeting, timeout);
+    if (fd < 0) return std::shared_ptr<Region>();
+    const bool known = greeting.rank >= 0 && greeting.rank < size &&
+                       greeting.from == all[static_cast<std::size_t>(greeting.rank)] &&
+                       greeting.to == mine->nonce();
+    if (!known) {
+      ::close(fd);
+      return std::shared_ptr<Region>();
+    }
+    return Region::map(fd, bytes, greeting.from);
+  };
+  for (int missing = size - 1 - rank; missing > 0;) {
+    TORCH_CHECK_WITH(DistBackendError, readable(listener.get(), timeout), "group ", group, " rank ",
+                     rank, ": ", missing, " peers passed no shared memory within ", timeout.count(),
+                     " ms");
+    Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    Greeting greeting{};
+    if (socket.get() < 0 || !same_user(socket.get())) continue;  // a stranger
+    auto region = receive(socket.get(), greeting);
+    if (region == nullptr) continue;
+    const auto p = static_cast<std::size_t>(greeting.rank);
+    send_region(socket.get(), {mine->nonce(), greeting.from, rank}, mine->fd());
+    regions[p] = std::move(region);
+    sockets[p] = std::move(socket);
+    --missing;
+  }
+  for (int peer = 0; peer < rank; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    Greeting greeting{};
+    regions[p] = receive(sockets[p].get(), greeting);
+    TORCH_CHECK_WITH(DistBackendError, regions[p] != nullptr, "group ", group, " rank ", rank,
+                     ": peer ", peer, " passed no shared memory within ", timeout.count(), " ms");
+  }
+  result.regions = std::move(regions);
+  for (Descriptor& socket : sockets) result.sockets.push_back(socket.release());
+  return result;
+}
+
+}  // namespace braid

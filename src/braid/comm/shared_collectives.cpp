@@ -1,0 +1,229 @@
+// Collectives over the memory that the ranks of a host map.
+#include <cstring>
+#include <numeric>
+
+#include "braid/comm/shared_memory.h"
+#include "braid/comm/slot_tensor.h"
+#include "braid/comm/transports.h"
+
+namespace braid::shared {
+namespace {
+
+// All-reduces up to here are one-shot (every rank adds everything), larger ones two-shot (each adds
+// a part and shares it).
+constexpr std::size_t kOneShotBytes = 256 << 10;
+
+Header make_header(const char* op, const at::Tensor& x, std::int64_t row_elements) {
+  Header header;
+  std::strncpy(header.op, op, sizeof header.op - 1);
+  header.dtype = static_cast<std::int64_t>(x.scalar_type());
+  header.n = row_elements;
+  return header;
+}
+
+std::int64_t row_elements(const at::Tensor& x) {
+  return c10::multiply_integers(x.sizes().slice(1));
+}
+
+std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
+  auto shape = x.sizes().vec();
+  shape[0] = rows;
+  return shape;
+}
+
+/// out = the reduction over all ranks of the tensor at `offset` in their slots, in rank order,
+/// rounded once.
+void reduce_slots(const SharedMemory::Lease& lease, int size, std::size_t offset, ReduceOp op,
+                  at::Tensor out) {
+  const trace::Span span(trace::Kind::copy, "reduce");
+  const auto part = [&](int rank) {
+    const at::Tensor slot = slot_tensor(lease, rank, offset, out.sizes(), out.scalar_type());
+    tsan::read(slot.data_ptr(), slot.nbytes());
+    return slot;
+  };
+  const at::ScalarType dtype = sum_dtype(out.scalar_type());
+  if (op == ReduceOp::max) {
+    at::maximum_out(out, part(0), part(1));
+    for (int rank = 2; rank < size; ++rank) at::maximum_out(out, out, part(rank));
+  } else if (dtype == out.scalar_type()) {
+    at::add_out(out, part(0), part(1));
+    for (int rank = 2; rank < size; ++rank) out.add_(part(rank));
+  } else {
+    at::Tensor sum = part(0).to(dtype);
+    for (int rank = 1; rank < size; ++rank) sum.add_(part(rank));
+    out.copy_(sum);
+  }
+}
+
+/// Shares ownership of a lease with a std::function, which wants copies.
+std::shared_ptr<SharedMemory::Lease> start(const Group& group, const Header& header,
+                                           std::size_t bytes) {
+  return std::make_shared<SharedMemory::Lease>(group.memory()->start(header, bytes));
+}
+
+}  // namespace
+
+Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
+                                     std::vector<std::int64_t> rows) {
+  Header header = make_header("all_gather", x_shard, row_elements(x_shard));
+  header.rows = x_shard.size(0);
+  header.rows_agree = false;
+  auto lease = start(group, header, x_shard.nbytes());
+  store_to_slot(slot_tensor(*lease, group.rank(), 0, x_shard.sizes(), x_shard.scalar_type()),
+                x_shard);
+  lease->publish(1);
+  return Pending<at::Tensor>([&group, x_shard, lease] {
+    const trace::Operation operation("all_gather");
+    lease->agree();
+    std::int64_t total = 0;
+    for (int peer = 0; peer < group.size(); ++peer) total += lease->header(peer).rows;
+    at::Tensor out = at::empty(with_rows(x_shard, total), x_shard.options());
+    std::int64_t begin = 0;
+    for (int peer = 0; peer < group.size(); ++peer) {
+      const std::int64_t n = lease->header(peer).rows;
+      at::Tensor part = out.narrow(0, begin, n);
+      begin += n;
+      if (peer == group.rank()) {
+        const trace::Span span(trace::Kind::copy, "fetch");
+        part.copy_(x_shard);
+        continue;
+      }
+      lease->wait_published(peer, 1);
+      load_from_slot(part, slot_tensor(*lease, peer, 0, part.sizes(), part.scalar_type()));
+    }
+    lease->release();
+    return out;
+  });
+}
+
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x) {
+  Header header = make_header("reduce_scatter", x, row_elements(x));
+  header.rows = x.size(0);
+  auto lease = start(group, header, x.nbytes());
+  store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
+  lease->publish(1);
+  return Pending<at::Tensor>([&group, x, lease] {
+    const trace::Operation operation("reduce_scatter");
+    lease->agree();
+    const auto rows = split_rows(x.size(0), group.size());
+    const auto rank = static_cast<std::size_t>(group.rank());
+    const std::int64_t begin =
+        std::accumulate(rows.begin(), rows.begin() + group.rank(), std::int64_t{0});
+    at::Tensor out = at::empty(with_rows(x, rows[rank]), x.options());
+    for (int peer = 0; peer < group.size(); ++peer) lease->wait_published(peer, 1);
+    const auto offset = static_cast<std::size_t>(begin * row_elements(x)) * x.element_size();
+    reduce_slots(*lease, group.size(), offset, ReduceOp::sum, out);
+    lease->release();
+    return out;
+  });
+}
+
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
+                                     at::Tensor out) {
+  Header header = make_header("all_reduce", x, x.numel());
+  header.variant = static_cast<std::int64_t>(op);
+  const bool one_shot = x.nbytes() <= kOneShotBytes;
+  auto lease = start(group, header, x.nbytes());
+  store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
+  lease->publish(1);
+  return Pending<at::Tensor>([&group, x, op, out, one_shot, lease] {
+    const trace::Operation operation("all_reduce");
+    lease->agree();
+    const bool direct = out.defined() && out.is_contiguous();
+    at::Tensor result = direct ? out : at::empty_like(x, at::MemoryFormat::Contiguous);
+    for (int peer = 0; peer < group.size(); ++peer) lease->wait_published(peer, 1);
+    if (one_shot) {
+      reduce_slots(*lease, group.size(), 0, op, result);
+    } else {
+      const at::Tensor flat = result.view(-1);
+      const auto parts = split_rows(x.numel(), group.size());
+      std::vector<std::int64_t> begin(parts.size(), 0);
+      std::partial_sum(parts.begin(), parts.end() - 1, begin.begin() + 1);
+      const auto bytes = [&](std::size_t part) {
+        return static_cast<std::size_t>(begin[part]) * x.element_size();
+      };
+      const auto own = static_cast<std::size_t>(group.rank());
+      // Nobody else reads this part of this slot: the result takes its place.
+      const at::Tensor mine = flat.narrow(0, begin[own], parts[own]);
+      reduce_slots(*lease, group.size(), bytes(own), op, mine);
+      store_to_slot(slot_tensor(*lease, group.rank(), bytes(own), mine.sizes(), x.scalar_type()),
+                    mine);
+      lease->publish_result(1);
+      for (int peer = 0; peer < group.size(); ++peer) {
+        if (peer == group.rank()) continue;
+        const auto p = static_cast<std::size_t>(peer);
+        lease->wait_result(peer, 1);
+        load_from_slot(flat.narrow(0, begin[p], parts[p]),
+                       slot_tensor(*lease, peer, bytes(p), {parts[p]}, x.scalar_type()));
+      }
+    }
+    lease->release();
+    if (!out.defined() || direct) return result;
+    out.copy_(result);
+    return out;
+  });
+}
+
+Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
+                                     std::vector<std::int64_t> send_rows,
+                                     std::vector<std::int64_t> recv_rows) {
+  const auto size = static_cast<std::size_t>(group.size());
+  const std::size_t table = size * sizeof(std::int64_t);  // send_rows, then the payload
+  Header header = make_header("all_to_all", x, row_elements(x));
+  header.rows = x.size(0);
+  header.rows_agree = false;
+  auto lease = start(group, header, table + x.nbytes());
+  std::memcpy(lease->slot(group.rank()), send_rows.data(), table);
+  store_to_slot(slot_tensor(*lease, group.rank(), table, x.sizes(), x.scalar_type()), x);
+  lease->publish(1);
+  return Pending<at::Tensor>([&group, x, recv_rows, table, size, lease] {
+    const trace::Operation operation("all_to_all");
+    lease->agree();
+    std::vector<std::vector<std::int64_t>> sent(size, std::vector<std::int64_t>(size));
+    for (std::size_t peer = 0; peer < size; ++peer) {
+      lease->wait_published(static_cast<int>(peer), 1);
+      std::memcpy(sent[peer].data(), lease->slot(static_cast<int>(peer)), table);
+    }
+    const auto rank = static_cast<std::size_t>(group.rank());
+    at::Tensor out =
+        at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
+    std::int64_t begin = 0;
+    for (std::size_t peer = 0; peer < size; ++peer) {
+      BRAID_CHECK_EQ(sent[peer][rank], recv_rows[peer],
+                     "all_to_all: rows sent to this rank and expected by it");
+      const std::int64_t before =
+          std::reduce(sent[peer].begin(), sent[peer].begin() + group.rank());
+      const at::Tensor part = out.narrow(0, begin, recv_rows[peer]);
+      begin += recv_rows[peer];
+      load_from_slot(part, slot_tensor(*lease, static_cast<int>(peer),
+                                       table + static_cast<std::size_t>(before * row_elements(x)) *
+                                                   x.element_size(),
+                                       part.sizes(), x.scalar_type()));
+    }
+    lease->release();
+    return out;
+  });
+}
+
+at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
+  Header header = make_header("broadcast", x, x.numel());
+  header.variant = root;
+  auto lease = start(group, header, x.nbytes());
+  if (group.rank() == root) {
+    store_to_slot(slot_tensor(*lease, root, 0, x.sizes(), x.scalar_type()), x);
+    lease->publish(1);
+  }
+  lease->agree();
+  lease->wait_published(root, 1);
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  load_from_slot(out, slot_tensor(*lease, root, 0, x.sizes(), x.scalar_type()));
+  return out;
+}
+
+void barrier(const Group& group) {
+  Header header;
+  std::strncpy(header.op, "barrier", sizeof header.op - 1);
+  start(group, header, 0)->agree();
+}
+
+}  // namespace braid::shared

@@ -1,0 +1,247 @@
+// Slots, flags and losses of a host's shared memory.
+#include "braid/comm/shared_memory.h"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "braid/comm/region.h"
+#include "braid/core/check.h"
+#include "braid/core/env.h"
+#include "braid/core/trace.h"
+
+namespace braid {
+namespace {
+
+constexpr int kMaxRanks = 64;
+constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+/// The flags of one slot of a region, all written by the region's rank.
+struct SharedMemory::SlotFlags {
+  Header header;           // valid while `published` shows its operation
+  Flag published;          // sequence << 16 | count; count 0: the header is there
+  Flag result;             // the same for what is made from the peers' payload
+  Flag released;           // sequence << 16: this rank touches no slot of that operation any more
+  Flag posted[kMaxRanks];  // by owner: what this rank wrote into the owner's slot
+};
+
+/// Start of a region.
+/// | lost    | 0, or 1 + the rank whose loss this region's rank saw first | its rank | all, when
+/// something fails | 0 | | lost_op | the operation it was in; written before `lost`             |
+/// its rank | all, after `lost`         | "" |
+struct SharedMemory::Control {
+  Nonce nonce;
+  std::atomic<std::int32_t> lost;
+  char lost_op[32];
+  SlotFlags slots[kSlots];
+};
+
+std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const std::string& group, int rank, int size,
+                                                   std::chrono::milliseconds timeout) {
+  if (size > kMaxRanks) return nullptr;
+  const std::size_t bytes = control_bytes() + kSlots * env().slot_bytes;
+  auto mine = Region::make(bytes);
+  mine->allocate(0, control_bytes());  // zeroed: every word at rest
+  Exchange exchange = exchange_regions(store, group, rank, size, mine, bytes, timeout);
+  if (exchange.regions.empty()) return nullptr;
+  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory);
+  memory->group_ = group;
+  memory->rank_ = rank;
+  memory->timeout_ = timeout;
+  memory->regions_ = std::move(exchange.regions);
+  memory->sockets_ = std::move(exchange.sockets);
+  memory->allocated_.assign(kSlots, 0);
+  // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host.
+  memory->spins_ = size <= ::sysconf(_SC_NPROCESSORS_ONLN) ? env().spin : 0;
+  return memory;
+}
+
+SharedMemory::~SharedMemory() {
+  for (const int socket : sockets_)
+    if (socket >= 0) ::close(socket);
+}
+
+std::size_t SharedMemory::control_bytes() { return round_up(sizeof(Control), 4096); }
+
+SharedMemory::Control& SharedMemory::control(int rank) const {
+  return *std::launder(
+      reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(rank)]->data()));
+}
+
+void SharedMemory::fail(const std::string& text) const {
+  if (failure_.empty()) failure_ = text;
+  TORCH_CHECK_WITH(DistBackendError, false, failure_);
+  std::abort();  // not reached
+}
+
+void SharedMemory::check_losses(const char* op, Clock::time_point since) const {
+  const auto describe = [&](int lost, const char* in) {
+    const double elapsed = std::chrono::duration<double>(Clock::now() - since).count();
+    fail(fmt::format(
+        "{}: group {} rank {}: lost rank {} (it was in, or expected in, {}) after {:.3f} s of at "
+        "most {:.3f} s",
+        op, group_, rank_, lost, in, elapsed, std::chrono::duration<double>(timeout_).count()));
+  };
+  const auto report = [&](int seen_by) {
+    const Control& peer = control(seen_by);
+    const int lost = peer.lost.load(std::memory_order_acquire);
+    if (lost != 0 && lost - 1 != rank_) describe(lost - 1, peer.lost_op);
+  };
+  for (int peer = 0; peer < size(); ++peer) report(peer);
+  for (int peer = 0; peer < size(); ++peer) {
+    const int socket = sockets_[static_cast<std::size_t>(peer)];
+    if (socket < 0) continue;
+    pollfd entry{socket, POLLIN, 0};
+    char byte = 0;
+    if (::poll(&entry, 1, 0) <= 0 || ::recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
+      continue;
+    report(peer);  // it may have left because it saw another one's loss
+    Control& mine = control(rank_);
+    std::strncpy(mine.lost_op, op, sizeof mine.lost_op - 1);
+    mine.lost.store(1 + peer, std::memory_order_release);
+    describe(peer, op);
+  }
+}
+
+void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const {
+  if (flag.reached(at_least)) return;
+  const trace::Span span(trace::Kind::wait, "wait");
+  if (flag.spin(at_least, spins_)) return;
+  const auto since = Clock::now();
+  while (!flag.sleep(at_least, std::min(kSlice, timeout_))) {
+    // A peer that left after it had raised the flag is no loss: look again after its EOF.
+    try {
+      check_losses(op, since);
+    } catch (const c10::DistBackendError&) {
+      if (!flag.reached(at_least)) throw;
+      failure_.clear();
+      return;
+    }
+    const auto elapsed = Clock::now() - since;
+    if (elapsed < timeout_) continue;
+    fail(
+        fmt::format("{}: group {} rank {}: rank {} did not come within the time-out: {:.3f} s "
+                    "elapsed of at most {:.3f} s",
+                    op, group_, rank_, peer, std::chrono::duration<double>(elapsed).count(),
+                    std::chrono::duration<double>(timeout_).count()));
+  }
+}
+
+SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes) {
+  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
+                   " is unusable since: ", failure_);
+  BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
+              env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
+  BRAID_CHECK(num_unfinished_ < kSlots, header.op, ": ", num_unfinished_,
+              " operations are started and not waited for, at most ", kSlots, " can be");
+  const std::int64_t sequence = ++sequence_;
+  const auto slot = static_cast<std::size_t>(sequence % kSlots);
+  if (sequence > kSlots) {
+    const auto released = static_cast<std::uint64_t>(sequence - kSlots) << 16;
+    for (int peer = 0; peer < size(); ++peer)
+      wait(control(peer).slots[slot].released, released, peer, header.op);
+  }
+  if (bytes > allocated_[slot]) {
+    const std::size_t base = control_bytes() + slot * env().slot_bytes;
+    const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
+    regions_[static_cast<std::size_t>(rank_)]->allocate(base + allocated_[slot], base + end);
+    allocated_[slot] = end;
+  }
+  SlotFlags& mine = control(rank_).slots[slot];
+  mine.header = header;
+  ++num_unfinished_;
+  Lease lease(this, sequence, mine.header.op);
+  mine.published.raise(lease.progress(0));
+  return lease;
+}
+
+SharedMemory::Lease::Lease(Lease&& other) noexcept
+    : memory_(std::exchange(other.memory_, nullptr)),
+      sequence_(other.sequence_),
+      op_(other.op_),
+      headers_(std::move(other.headers_)) {}
+
+SharedMemory::Lease::~Lease() { release(); }
+
+SharedMemory::SlotFlags& SharedMemory::Lease::flags(int rank) const {
+  return memory_->control(rank).slots[sequence_ % kSlots];
+}
+
+std::byte* SharedMemory::Lease::slot(int rank) const {
+  return memory_->regions_[static_cast<std::size_t>(rank)]->data() + control_bytes() +
+         static_cast<std::size_t>(sequence_ % kSlots) * env().slot_bytes;
+}
+
+void SharedMemory::Lease::agree() {
+  if (!headers_.empty()) return;
+  for (int peer = 0; peer < memory_->size(); ++peer) {
+    memory_->wait(flags(peer).published, progress(0), peer, op_);
+    headers_.push_back(flags(peer).header);
+  }
+  const Header& a = headers_[0];
+  for (std::size_t r = 1; r < headers_.size(); ++r) {
+    const Header& b = headers_[r];
+    const auto differ = [&](const char* what, const auto& x, const auto& y) {
+      const std::string text =
+          fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
+                      memory_->group_, what, x, y);
+      release();
+      BRAID_CHECK(false, text);
+    };
+    if (std::strcmp(a.op, b.op) != 0) differ("the operation", a.op, b.op);
+    if (a.dtype != b.dtype)
+      differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
+             c10::toString(static_cast<c10::ScalarType>(b.dtype)));
+    if (a.n != b.n) differ("n", a.n, b.n);
+    if (a.k != b.k) differ("k", a.k, b.k);
+    if (a.variant != b.variant) differ("mode", a.variant, b.variant);
+    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) differ("rows", a.rows, b.rows);
+  }
+}
+
+const Header& SharedMemory::Lease::header(int rank) const {
+  return headers_[static_cast<std::size_t>(rank)];
+}
+
+void SharedMemory::Lease::publish(int count) {
+  flags(memory_->rank()).published.raise(progress(count));
+}
+void SharedMemory::Lease::wait_published(int rank, int count) const {
+  memory_->wait(flags(rank).published, progress(count), rank, op_);
+}
+void SharedMemory::Lease::publish_result(int count) {
+  flags(memory_->rank()).result.raise(progress(count));
+}
+void SharedMemory::Lease::wait_result(int rank, int count) const {
+  memory_->wait(flags(rank).result, progress(count), rank, op_);
+}
+void SharedMemory::Lease::post(int owner, int count) {
+  flags(memory_->rank()).posted[owner].raise(progress(count));
+}
+void SharedMemory::Lease::wait_posted(int writer, int count) const {
+  memory_->wait(flags(writer).posted[memory_->rank()], progress(count), writer, op_);
+}
+
+void SharedMemory::Lease::release() {
+  if (memory_ == nullptr) return;
+  SharedMemory& memory = *std::exchange(memory_, nullptr);
+  --memory.num_unfinished_;
+  memory.control(memory.rank_)
+      .slots[sequence_ % kSlots]
+      .released.raise(static_cast<std::uint64_t>(sequence_) << 16);
+}
+
+}  // namespace braid

@@ -1,0 +1,136 @@
+// Memory that all ranks of a group on one host map: a region per rank, with slots for operations in
+// flight and flags.
+//
+// NOTE [lease]. A region is `kSlots` slots. The operation with sequence number s takes slot s %
+// kSlots of every region. A slot is written again only after every rank has released its previous
+// operation; the starter waits there, not the readers. So ranks that start the same operations in
+// the same order need no other agreement.
+//
+// NOTE [reserved]. A slot is env().slot_bytes of address space in a memfd; pages appear when first
+// used (allocated by fallocate, so that a host without memory is an error and not a SIGBUS). So
+// regions never grow, move or get remapped, and no name exists that a killed run could leave
+// behind.
+//
+// NOTE [loss]. Regions are passed over abstract unix sockets that stay open: a peer's death is its
+// EOF. Who first sees a loss writes it into its own region; everyone looks there before it reports,
+// so that neighbours don't blame each other.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "braid/comm/flag.h"
+
+namespace braid {
+
+class Region;
+
+/// What the ranks must agree on before payload is touched. Written by its rank before flag `ready`
+/// shows the operation.
+struct Header {
+  char op[32] = {};           // name of the operation
+  std::int64_t dtype = 0;     // at::ScalarType
+  std::int64_t n = 0, k = 0;  // sizes all ranks share; 0 where unused
+  std::int64_t variant = 0;   // mode, reduction, root, ...
+  std::int64_t rows = 0;      // this rank's rows
+  bool rows_agree = true;     // rows must be the same on all ranks
+};
+
+class SharedMemory {
+ public:
+  static constexpr int kSlots = 4;
+
+  /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
+  /// a nonce read through the memory, not by names). Ranks that are threads of one process share
+  /// one mapping. Errors: DistBackendError when a peer does not come within the time-out.
+  static std::unique_ptr<SharedMemory> create(const c10::intrusive_ptr<c10d::Store>& store,
+                                              const std::string& group, int rank, int size,
+                                              std::chrono::milliseconds timeout);
+  ~SharedMemory();
+
+  class Lease;
+  /// Starts an operation: takes its slot, allocates `bytes` of this rank's part and shows the
+  /// header. Errors: ValueError when bytes exceed a slot or kSlots operations of this rank are
+  /// unfinished.
+  Lease start(const Header& header, std::size_t bytes);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(regions_.size()); }
+
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+ private:
+  struct Control;
+  struct SlotFlags;
+  SharedMemory() = default;
+
+  static std::size_t control_bytes();
+  Control& control(int rank) const;
+  void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const;
+  void check_losses(const char* op, std::chrono::steady_clock::time_point since) const;
+  [[noreturn]] void fail(const std::string& text) const;
+
+  std::string group_;
+  int rank_ = 0;
+  int spins_ = 0;
+  std::chrono::milliseconds timeout_{};
+  std::vector<std::shared_ptr<Region>> regions_;  // by rank
+  std::vector<int> sockets_;                      // by rank; -1 for this one
+  std::vector<std::size_t> allocated_;            // bytes of this rank's slots that have pages
+  std::int64_t sequence_ = 0;
+  std::int64_t num_unfinished_ = 0;
+  mutable std::string failure_;  // why the group is unusable
+};
+
+/// One operation of this rank. Counts grow from 1; waits are for "at least".
+class SharedMemory::Lease {
+ public:
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&&) = delete;
+  ~Lease();  // releases
+
+  /// The part of `rank`'s region that belongs to this operation.
+  std::byte* slot(int rank) const;
+
+  /// Waits for every rank's header and compares them. Errors: ValueError, the same text on every
+  /// rank; all release.
+  void agree();
+  /// Valid after agree().
+  const Header& header(int rank) const;
+
+  /// "My payload is there up to count", to all.
+  void publish(int count);
+  void wait_published(int rank, int count) const;
+  /// As publish, for what is made from the peers' payload (reduced tiles).
+  void publish_result(int count);
+  void wait_result(int rank, int count) const;
+  /// "What I wrote into your slot is there up to count."
+  void post(int owner, int count);
+  void wait_posted(int writer, int count) const;
+
+  /// "I don't touch anyone's slot any more." Then the slot's memory may change at any time.
+  void release();
+
+ private:
+  friend class SharedMemory;
+  Lease(SharedMemory* memory, std::int64_t sequence, const char* op)
+      : memory_(memory), sequence_(sequence), op_(op) {}
+  SlotFlags& flags(int rank) const;
+  std::uint64_t progress(int count) const {
+    return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);
+  }
+  SharedMemory* memory_;
+  std::int64_t sequence_;
+  const char* op_;
+  std::vector<Header> headers_;
+};
+
+}  // namespace braid

@@ -1,0 +1,32 @@
+// Slots of shared memory as tensors, and the copies that publish and fetch payload.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "braid/comm/shared_memory.h"
+#include "braid/core/trace.h"
+#include "braid/core/tsan.h"
+
+namespace braid {
+
+/// A contiguous tensor at `offset` bytes of rank's slot. It is memory of the lease: never let it
+/// out of the operation.
+inline at::Tensor slot_tensor(const SharedMemory::Lease& lease, int rank, std::size_t offset,
+                              at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::from_blob(lease.slot(rank) + offset, shape, at::TensorOptions(dtype));
+}
+
+/// Copies x into the slot of this rank (write) or a slot's tensor out (read), converting where
+/// dtypes differ.
+inline void store_to_slot(at::Tensor slot, const at::Tensor& x) {
+  const trace::Span span(trace::Kind::copy, "publish");
+  slot.copy_(x);
+  tsan::write(slot.data_ptr(), slot.nbytes());
+}
+inline void load_from_slot(at::Tensor out, const at::Tensor& slot) {
+  const trace::Span span(trace::Kind::copy, "fetch");
+  tsan::read(slot.data_ptr(), slot.nbytes());
+  out.copy_(slot);
+}
+
+}  // namespace braid

@@ -1,0 +1,42 @@
+// The collectives over each transport, as comm/collectives.h describes them; groups of more than
+// one, contiguous inputs.
+#pragma once
+
+#include "braid/comm/collectives.h"
+
+namespace braid {
+
+/// x as a tensor to add in: f32 for half types, else itself.
+inline at::ScalarType sum_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+
+// Over the memory that the ranks of a host map. A start publishes, the wait reads the peers' slots.
+namespace shared {
+Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
+                                     std::vector<std::int64_t> rows);
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
+                                     at::Tensor out);
+Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
+                                     std::vector<std::int64_t> send_rows,
+                                     std::vector<std::int64_t> recv_rows);
+at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
+void barrier(const Group& group);
+}  // namespace shared
+
+// Over the process group: one hop, everything is posted at the start.
+namespace network {
+Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
+                                     std::vector<std::int64_t> rows);
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
+                                     at::Tensor out);
+Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
+                                     std::vector<std::int64_t> send_rows,
+                                     std::vector<std::int64_t> recv_rows);
+at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
+void barrier(const Group& group);
+}  // namespace network
+
+}  // namespace braid
