@@ -43,7 +43,7 @@ struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
                                     : at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
     at::Tensor dx = at::empty_like(sum);
     row_kernels::rms_norm_backward(grads[0].contiguous(), dsum, sum, weight, saved[2], dx, dweight);
-    if (main_grad.defined()) dweight = {};
+    if (main_grad.defined()) dweight.reset();
     if (dweight.defined()) dweight = dweight.to(weight.scalar_type());
     return {dx, has_delta ? dx : at::Tensor(), dweight, {}};
   }

@@ -5,7 +5,7 @@
 // says otherwise. All rows are independent: the work is cut over ATen's threads.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
