@@ -2,6 +2,10 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "braid/core/check.h"
 #include "braid/layers/row_kernels.h"
 
@@ -12,40 +16,38 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& delta,
-                               const at::Tensor& weight, const NormOptions& options) {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                               const std::optional<at::Tensor>& delta, const NormOptions& options) {
     ctx->set_materialize_grads(false);
-    at::Tensor rows = x.contiguous();
-    at::Tensor sum = delta.defined() ? at::empty_like(rows) : rows;
+    const at::Tensor rows = x.contiguous();
+    at::Tensor sum = delta ? at::empty_like(rows) : rows;
     at::Tensor norm = at::empty_like(rows);
     at::Tensor inverse_rms = at::empty({rows.size(0)}, rows.options().dtype(at::kFloat));
-    row_kernels::add_rms_norm(rows, delta.defined() ? delta.contiguous() : delta, weight,
+    row_kernels::add_rms_norm(rows, delta ? delta->contiguous() : at::Tensor(), weight.contiguous(),
                               options.epsilon, sum, norm, inverse_rms);
     ctx->save_for_backward({sum, weight, inverse_rms});
     ctx->saved_data["main_grad"] = options.main_grad;
-    ctx->saved_data["has_delta"] = delta.defined();
-    if (!delta.defined()) return {norm};
+    if (!delta) return {norm};
     return {norm, sum};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &sum = saved[0], &weight = saved[1];
-    const at::Tensor main_grad = ctx->saved_data["main_grad"].toTensor();
-    const bool has_delta = ctx->saved_data["has_delta"].toBool();
-    const at::Tensor dsum = has_delta && grads[1].defined() ? grads[1].contiguous() : at::Tensor();
-    if (!grads[0].defined()) return {dsum, has_delta ? dsum : at::Tensor(), {}, {}};
-
-    const bool needs_dw = ctx->needs_input_grad(2);
-    at::Tensor dweight;
-    if (needs_dw)
-      dweight = main_grad.defined() ? main_grad
-                                    : at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
-    at::Tensor dx = at::empty_like(sum);
-    row_kernels::rms_norm_backward(grads[0].contiguous(), dsum, sum, weight, saved[2], dx, dweight);
-    if (main_grad.defined()) dweight.reset();
-    if (dweight.defined()) dweight = dweight.to(weight.scalar_type());
-    return {dx, has_delta ? dx : at::Tensor(), dweight, {}};
+    const bool has_delta = grads.size() == 2;
+    at::Tensor dx = has_delta && grads[1].defined() ? grads[1].contiguous() : at::Tensor();
+    at::Tensor returned_dweight;
+    if (grads[0].defined()) {
+      at::Tensor dweight = ctx->saved_data["main_grad"].toTensor();
+      const bool accumulate = dweight.defined(), needed = ctx->needs_input_grad(1);
+      if (!accumulate && needed)
+        dweight = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+      const at::Tensor dsum = std::exchange(dx, at::empty_like(sum));
+      row_kernels::rms_norm_backward(grads[0].contiguous(), dsum, sum, weight.contiguous(),
+                                     saved[2], dx, needed ? dweight : at::Tensor());
+      if (!accumulate && needed) returned_dweight = dweight.to(weight.scalar_type());
+    }
+    return {dx, returned_dweight, has_delta ? dx : at::Tensor(), {}};
   }
 };
 
@@ -121,7 +123,8 @@ ResidualNorm add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at
     BRAID_CHECK_EQ(x.sizes(), delta.sizes(), "rms_norm: shapes of x and delta");
     BRAID_CHECK_EQ(x.scalar_type(), delta.scalar_type(), "rms_norm: dtypes of x and delta");
   }
-  auto outputs = AddRmsNorm::apply(x, delta, weight, options);
+  auto outputs =
+      AddRmsNorm::apply(x, weight, delta.defined() ? std::optional(delta) : std::nullopt, options);
   return {delta.defined() ? outputs[1] : x, outputs[0]};
 }
 

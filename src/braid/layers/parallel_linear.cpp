@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "braid/comm/collectives.h"
@@ -20,6 +21,7 @@ constexpr std::int64_t kTileRows = 512;  // rows of half types converted to f32 
 struct Saved : torch::CustomClassHolder {
   LinearOptions options;
   std::vector<std::int64_t> x_sizes;
+  bool has_bias = false;  // else it has no place among the gradients
   bool x_is_gathered = false;
 };
 
@@ -89,6 +91,11 @@ at::Tensor bias_gradient(const at::Tensor& dy) {
                                          : dy.sum(0, false, at::kFloat).to(dy.scalar_type());
 }
 
+/// Function::apply takes no undefined tensors.
+std::optional<at::Tensor> optional(const at::Tensor& x) {
+  return x.defined() ? std::optional(x) : std::nullopt;
+}
+
 void save(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
           c10::intrusive_ptr<Saved> saved) {
   ctx->save_for_backward({x, weight});
@@ -101,10 +108,13 @@ c10::intrusive_ptr<Saved> state_of(AutogradContext* ctx) {
 
 struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias, const LinearOptions& options, bool grad_mode) {
+                            const std::optional<at::Tensor>& optional_bias,
+                            const LinearOptions& options, bool grad_mode) {
+    const at::Tensor bias = optional_bias.value_or(at::Tensor());
     auto saved = c10::make_intrusive<Saved>();
     saved->options = options;
     saved->x_sizes = x.sizes().vec();
+    saved->has_bias = bias.defined();
     const bool needs_dw = grad_mode && weight.requires_grad();
     at::Tensor rows = rows_of(x), y;
     if (num_ranks(options) == 1 || !options.sequence_parallel) {
@@ -118,8 +128,8 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
       } else {
         y = all_gather_matmul(*options.group, rows, weight, bias, options.matmul, counts);
       }
-      BRAID_CHECK_EQ(num_rows(x.sizes()),
-                     split_rows(y.size(0), num_ranks(options)).at(options.group->rank()),
+      const auto own_rows = split_rows(y.size(0), num_ranks(options)).at(options.group->rank());
+      BRAID_CHECK_EQ(num_rows(x.sizes()), own_rows,
                      "column_parallel_linear: rows of this rank and its part of the gathered rows");
     }
     save(ctx, needs_dw ? rows : at::Tensor(), weight, saved);
@@ -154,7 +164,8 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
         weight_gradient(dy, x, gradient.dw, gradient.accumulate);
       }
     }
-    const at::Tensor db = ctx->needs_input_grad(2) ? bias_gradient(dy) : at::Tensor();
+    const at::Tensor db =
+        saved->has_bias && ctx->needs_input_grad(2) ? bias_gradient(dy) : at::Tensor();
     if (dx_pending.valid()) dx = dx_pending.wait();
     if (dx.defined()) dx = dx.view(saved->x_sizes);
     return {dx, gradient.returned(), db, {}, {}};
@@ -172,10 +183,13 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
 struct RowLinear : torch::autograd::Function<RowLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias, const LinearOptions& options, bool grad_mode) {
+                            const std::optional<at::Tensor>& optional_bias,
+                            const LinearOptions& options, bool grad_mode) {
+    const at::Tensor bias = optional_bias.value_or(at::Tensor());
     auto saved = c10::make_intrusive<Saved>();
     saved->options = options;
     saved->x_sizes = x.sizes().vec();
+    saved->has_bias = bias.defined();
     const at::Tensor rows = rows_of(x);
     at::Tensor y;
     if (num_ranks(options) == 1) {
@@ -196,7 +210,8 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
     const at::Tensor& x = tensors[0];
     const at::Tensor& weight = tensors[1];
     const at::Tensor dy = rows_of(grads[0]);
-    const bool needs_dx = ctx->needs_input_grad(0), needs_db = ctx->needs_input_grad(2);
+    const bool needs_dx = ctx->needs_input_grad(0),
+               needs_db = saved->has_bias && ctx->needs_input_grad(2);
     WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
     at::Tensor dx, db;
     if (num_ranks(options) > 1 && options.sequence_parallel) {
@@ -224,7 +239,7 @@ at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
     BRAID_CHECK_EQ(num_rows(x.sizes()), own.at(options.group ? options.group->rank() : 0),
                    "column_parallel_linear: rows of x and this rank's part of num_tokens");
   }
-  return ColumnLinear::apply(x, weight, bias, options, at::GradMode::is_enabled());
+  return ColumnLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
 }
 
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
@@ -234,7 +249,7 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
     BRAID_CHECK_EQ(x.size(0) % num_ranks(options), 0,
                    "row_parallel_linear: x of 3 or more dims, dim 0 modulo the ranks and 0");
   }
-  return RowLinear::apply(x, weight, bias, options, at::GradMode::is_enabled());
+  return RowLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
 }
 
 void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
+
 namespace braid {
 namespace {
 
@@ -16,7 +18,7 @@ struct Holder : torch::CustomClassHolder {
 
 struct Recomputed : torch::autograd::Function<Recomputed> {
   static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
-                               const at::Tensor& anchor, const Block& block) {
+                               const std::optional<at::Tensor>& anchor, const Block& block) {
     const variable_list saved(inputs.begin(), inputs.end());
     ctx->save_for_backward(saved);
     ctx->saved_data["block"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(block));
@@ -28,15 +30,14 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
         c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["block"].toCapsule());
     variable_list inputs;
     for (const auto& input : ctx->get_saved_variables()) {
-      inputs.push_back(input.defined() ? input.detach().set_requires_grad(true) : input);
+      inputs.push_back(input.detach().set_requires_grad(true));
     }
     {
       const at::AutoGradMode enabled(true);
       torch::autograd::backward(holder->block(inputs), grads);
     }
     variable_list gradients;
-    for (const auto& input : inputs)
-      gradients.push_back(input.defined() ? input.grad() : at::Tensor());
+    for (const auto& input : inputs) gradients.push_back(input.grad());
     gradients.insert(gradients.end(), {at::Tensor(), at::Tensor()});  // anchor, block
     return gradients;
   }
@@ -46,7 +47,8 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
 
 std::vector<at::Tensor> recomputed(const Block& block, std::vector<at::Tensor> inputs,
                                    const at::Tensor& anchor) {
-  return Recomputed::apply(at::TensorList(inputs), anchor, block);
+  return Recomputed::apply(at::TensorList(inputs),
+                           anchor.defined() ? std::optional(anchor) : std::nullopt, block);
 }
 
 }  // namespace braid

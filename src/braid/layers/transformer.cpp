@@ -176,14 +176,16 @@ Transformer::Stream Transformer::run_recomputed(std::size_t begin, std::size_t e
                                                 const Stream& in, std::int64_t s,
                                                 std::int64_t b) const {
   const Block block = [this, begin, end, s, b](const std::vector<at::Tensor>& inputs) {
-    auto out = run_layers(begin, end, {inputs.at(0), inputs.at(1)}, s, b);
+    auto out =
+        run_layers(begin, end, {inputs.at(0), inputs.size() > 1 ? inputs[1] : at::Tensor()}, s, b);
     return std::vector<at::Tensor>{out.x, out.delta};
   };
   const auto& weights = parameters_;
   const auto trained = std::find_if(weights.begin(), weights.end(),
                                     [](const auto& p) { return p.value.requires_grad(); });
-  auto out =
-      recomputed(block, {in.x, in.delta}, trained == weights.end() ? at::Tensor() : trained->value);
+  std::vector<at::Tensor> inputs{in.x};
+  if (in.delta.defined()) inputs.push_back(in.delta);
+  auto out = recomputed(block, inputs, trained == weights.end() ? at::Tensor() : trained->value);
   return {out.at(0), out.at(1)};
 }
 
