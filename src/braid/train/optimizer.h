@@ -1,0 +1,78 @@
+// From accumulated gradients to new weights: sums over ranks, the global norm, the learning rate,
+// AdamW.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "braid/comm/group.h"
+#include "braid/layers/parameter.h"
+#include "braid/train/config.h"
+
+namespace braid {
+
+/// The main gradients of all parameters in one f32 tensor, so that each sum over ranks is one
+/// message and zeroing one call.
+struct MainGrads {
+  at::Tensor flat;             // all of them
+  at::Tensor partial_over_tp;  // the part of flat whose parameters have grad_partial_over_tp
+};
+
+/// Makes each parameter's main_grad a view of one zeroed tensor.
+MainGrads allocate_main_grads(std::vector<Parameter>& parameters);
+
+/// Sums over tp what is partial there (one message), then takes the mean over dp of everything
+/// (messages of kDpBucketElements, two in flight). The trainer's part of the mean is the
+/// micro-batches: it scales each one's loss by 1 / their number.
+///   Order  collective over tp and dp   Gives  the same bits on every rank of dp, and of tp where
+///   not sharded
+void reduce_gradients(const MainGrads& grads, const Group& tp, const Group& dp);
+inline constexpr std::int64_t kDpBucketElements = std::int64_t{4} << 20;
+
+/// The 2-norm of the whole model's gradient, after reduce_gradients: sharded parameters count on
+/// every tp rank, the others once (rank 0's). Sums in f64.
+///   Order  collective over tp   Gives  the same bits on every rank; infinite or NaN where a
+///   gradient is
+double grad_norm(const std::vector<Parameter>& parameters, const Group& tp);
+
+/// Scales the gradients by max_norm / norm where norm is above max_norm; max_norm 0 leaves them as
+/// they are.
+void clip_grads(const MainGrads& grads, double norm, double max_norm);
+
+/// The learning rate of an iteration (counts from 0): linear from 0 to lr over lr_warmup_iters (so
+/// iteration 0 has 0), then lr_decay_style down to min_lr at lr_decay_iters, and min_lr after it;
+/// "constant" stays at lr. The settings are validated ones.
+double learning_rate(const TrainConfig& config, std::int64_t iteration);
+
+/// AdamW as torch.optim.AdamW, on the f32 main weights; weight decay where the parameter says so.
+class AdamW {
+ public:
+  /// Moments start at 0. `parameters` must outlive this and stay where they are.
+  AdamW(std::vector<Parameter>& parameters, const TrainConfig& config);
+
+  /// One step with the main gradients; then value = main in the compute dtype.
+  void step(double lr);
+
+  /// State of parameter i, in the order of `parameters`: f32, its main weight's shape. Written in
+  /// place by a checkpoint.
+  at::Tensor& exp_avg(std::size_t i) { return exp_avgs_.at(i); }
+  at::Tensor& exp_avg_sq(std::size_t i) { return exp_avg_sqs_.at(i); }
+  /// Steps done.
+  std::int64_t num_steps() const { return num_steps_; }
+  void set_num_steps(std::int64_t num_steps) { num_steps_ = num_steps; }
+
+ private:
+  void step_those(bool weight_decay, double lr);
+
+  std::vector<Parameter>& parameters_;
+  double beta1_, beta2_, eps_, weight_decay_;
+  std::vector<at::Tensor> exp_avgs_, exp_avg_sqs_;
+  std::int64_t num_steps_ = 0;
+};
+
+/// Copies each main weight into its value (a no-op where they are one tensor).
+void copy_main_to_value(std::vector<Parameter>& parameters);
+
+}  // namespace braid
