@@ -154,6 +154,23 @@ TEST(Launch, CallersErrorComesBeforeItsConsequences) {
   EXPECT_THAT(outcome.said, HasSubstr("rank 1"));
 }
 
+TEST(Launch, CallersErrorOfOneRankIsSaidAlone) {
+  if (const Place place = place_from_environment(); place.launched) {
+    const auto store = connect_store(place, 10s);
+    if (place.rank == 1) {
+      report_to_launcher(place, "data of rank 1 is missing");
+      store->set("said", "1");
+      ::_exit(2);
+    }
+    store->wait({"said"});
+    report_to_launcher(place, "lost rank 1");
+    ::_exit(1);
+  }
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch_ranks(2, {"--gtest_filter=Launch.CallersErrorOfOneRankIsSaidAlone"}), 2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "braid: error: data of rank 1 is missing\n");
+}
+
 TEST(Launch, ReportOfSeveralRanksIsSaidOnce) {
   if (const Place place = place_from_environment(); place.launched) {
     const auto store = connect_store(place, 10s);
