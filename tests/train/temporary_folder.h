@@ -4,12 +4,18 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+<<<<<<< HEAD
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+=======
+#include <iterator>
+#include <string>
+>>>>>>> ckpt
 #include <vector>
 
 namespace braid::test {
@@ -21,10 +27,14 @@ class TemporaryFolder {
     if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp: " + name);
     path_ = name;
   }
+<<<<<<< HEAD
   ~TemporaryFolder() {
     std::error_code ignored;
     std::filesystem::remove_all(path_, ignored);
   }
+=======
+  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+>>>>>>> ckpt
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
 
@@ -54,10 +64,23 @@ std::string value_error(Call call) {
   return {};
 }
 
+<<<<<<< HEAD
+=======
+/// What the error that `call` throws says; empty when it throws none.
+template <class Error, class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
+  return {};
+}
+
+>>>>>>> ckpt
 inline std::string read_text(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 inline void write_text(const std::string& path, const std::string& text) {
@@ -73,6 +96,7 @@ inline std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
+<<<<<<< HEAD
 /// The text of the exception that fn throws; empty when it throws none.
 template <class Error, class F>
 std::string error_of(F&& fn) {
@@ -84,4 +108,6 @@ std::string error_of(F&& fn) {
   return {};
 }
 
+=======
+>>>>>>> ckpt
 }  // namespace braid::test
