@@ -15,7 +15,8 @@ endif()
 add_library(torch_cpu_only INTERFACE)
 target_include_directories(torch_cpu_only SYSTEM INTERFACE
   "${BRAID_TORCH_DIR}/include" "${BRAID_TORCH_DIR}/include/torch/csrc/api/include")
-target_compile_definitions(torch_cpu_only INTERFACE USE_DISTRIBUTED USE_C10D USE_C10D_GLOO)
+# The wheel ships fmt's headers (its own headers include them), not its library.
+target_compile_definitions(torch_cpu_only INTERFACE USE_DISTRIBUTED USE_C10D USE_C10D_GLOO FMT_HEADER_ONLY)
 # The wheel's include folder brings its own fmt, without a library.
 target_compile_definitions(torch_cpu_only INTERFACE FMT_HEADER_ONLY)
 target_link_libraries(torch_cpu_only INTERFACE

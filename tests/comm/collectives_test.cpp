@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "braid/comm/shared_memory.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -186,9 +187,21 @@ TEST(SharedMemoryErrors, ASilentRankEndsTheWaitWithinTheTimeOut) {
 TEST(SharedMemoryErrors, TooManyInFlight) {
   run_ranks(2, [&](const auto& group) {
     std::vector<Pending<at::Tensor>> started;
-    for (int i = 0; i < 4; ++i) started.push_back(start_all_reduce(*group, at::ones({2})));
+    for (int i = 0; i < SharedMemory::kSlots; ++i)
+      started.push_back(start_all_reduce(*group, at::ones({2})));
     EXPECT_THROW((void)start_all_reduce(*group, at::ones({2})), c10::ValueError);
     for (auto& pending : started) EXPECT_EQ(pending.wait().sum().template item<float>(), 4);
+  });
+}
+
+TEST(SharedMemoryErrors, ALongLivedOperationHoldsUpNobodyButNotForEver) {
+  run_ranks(2, [&](const auto& group) {
+    auto old = start_all_gather(*group, rank_values(group->rank(), {3}));
+    for (int i = 1; i < SharedMemory::kEntries; ++i)
+      EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
+    EXPECT_THROW((void)all_reduce(*group, at::ones({2})), c10::ValueError);
+    EXPECT_TRUE(at::equal(old.wait(), at::cat({rank_values(0, {3}), rank_values(1, {3})})));
+    EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
   });
 }
 

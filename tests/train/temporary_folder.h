@@ -6,7 +6,11 @@
 
 #include <filesystem>
 #include <fstream>
+#include <sstream>
+#include <stdexcept>
 #include <string>
+#include <system_error>
+#include <vector>
 
 namespace braid::test {
 
@@ -17,11 +21,15 @@ class TemporaryFolder {
     if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp: " + name);
     path_ = name;
   }
-  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ / name; }
   /// Writes a file below the folder, with the folders above it.
   std::filesystem::path write(const std::string& name, const std::string& bytes) const {
     const auto path = path_ / name;
@@ -43,6 +51,36 @@ std::string value_error(Call call) {
     return error.what_without_backtrace();
   }
   ADD_FAILURE() << "no ValueError";
+  return {};
+}
+
+inline std::string read_text(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+inline void write_text(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+/// The names in a folder, sorted.
+inline std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// The text of the exception that fn throws; empty when it throws none.
+template <class Error, class F>
+std::string error_of(F&& fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
   return {};
 }
 

@@ -1,6 +1,8 @@
 // Chooses the transport of a collective.
 #include "braid/comm/collectives.h"
 
+#include <numeric>
+
 #include "braid/comm/transports.h"
 #include "braid/core/check.h"
 #include "braid/core/trace.h"
@@ -16,6 +18,10 @@ void check_rows(const Group& group, const char* op, const char* what,
                 const std::vector<std::int64_t>& rows) {
   BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": ", what, " has ",
               rows.size(), " entries, group ", group.name(), " has ", group.size(), " ranks");
+}
+
+void check_total(const char* what, const std::vector<std::int64_t>& rows, const at::Tensor& x) {
+  BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), x.size(0), what);
 }
 
 }  // namespace
@@ -42,12 +48,17 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
              : network::start_all_gather(group, x_shard.detach().contiguous(), std::move(rows));
 }
 
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x) {
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows) {
   BRAID_CHECK(x.dim() >= 1, "reduce_scatter: x has ", x.dim(), " dims, at least 1 is needed");
+  if (rows.empty()) rows = split_rows(x.size(0), group.size());
+  check_rows(group, "reduce_scatter", "rows", rows);
+  check_total("reduce_scatter: the sum of rows and the rows of x", rows, x);
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("reduce_scatter");
-  return group.memory() != nullptr ? shared::start_reduce_scatter(group, x.detach())
-                                   : network::start_reduce_scatter(group, x.detach().contiguous());
+  return group.memory() != nullptr
+             ? shared::start_reduce_scatter(group, x.detach(), std::move(rows))
+             : network::start_reduce_scatter(group, x.detach().contiguous(), std::move(rows));
 }
 
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
@@ -73,9 +84,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   BRAID_CHECK(x.dim() >= 1, "all_to_all: x has ", x.dim(), " dims, at least 1 is needed");
   check_rows(group, "all_to_all", "send_rows", send_rows);
   check_rows(group, "all_to_all", "recv_rows", recv_rows);
-  std::int64_t total = 0;
-  for (const auto n : send_rows) total += n;
-  BRAID_CHECK_EQ(total, x.size(0), "all_to_all: the sum of send_rows and the rows of x");
+  check_total("all_to_all: the sum of send_rows and the rows of x", send_rows, x);
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_to_all");
   return group.memory() != nullptr
@@ -89,8 +98,8 @@ at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
                       std::vector<std::int64_t> rows) {
   return start_all_gather(group, x_shard, std::move(rows)).wait();
 }
-at::Tensor reduce_scatter(const Group& group, const at::Tensor& x) {
-  return start_reduce_scatter(group, x).wait();
+at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, std::vector<std::int64_t> rows) {
+  return start_reduce_scatter(group, x, std::move(rows)).wait();
 }
 at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op, at::Tensor out) {
   return start_all_reduce(group, x, op, std::move(out)).wait();

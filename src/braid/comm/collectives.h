@@ -32,8 +32,10 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int size);
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows = {});
 /// Sums x over the ranks and gives each rank its rows.
-///   Shapes  x [t, ...] the same on all ranks; returns [split_rows(t, R)[rank], ...].
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
+///   Shapes  x [t, ...] the same on all ranks; returns [rows[rank], ...].
+///   rows    how many rows each rank gets, the same on all ranks; empty: split_rows(t, R)
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows = {});
 /// Reduces x over the ranks.
 ///   Shapes  x any, the same on all ranks; returns its shape.   out: where the result goes if given
 ///   (may be x itself).
@@ -48,7 +50,8 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
 
 at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
                       std::vector<std::int64_t> rows = {});
-at::Tensor reduce_scatter(const Group& group, const at::Tensor& x);
+at::Tensor reduce_scatter(const Group& group, const at::Tensor& x,
+                          std::vector<std::int64_t> rows = {});
 at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
                       at::Tensor out = {});
 /// Every rank gets rank `root`'s x; x of the others gives shape and dtype.

@@ -1,41 +1,31 @@
-// Where a rank's place comes from, and how `--nproc N` starts and watches ranks on this host.
+// How `--nproc N` starts ranks on this host, watches them and ends them together.
+//
+// Ranks get torchrun's variables, so that any program of PyTorch runs under it too. The launcher
+// hosts their store on a loopback port of its own: two runs on a host never meet, and no port is
+// chosen before it is taken.
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
-#include <chrono>
 #include <string>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
+
+#include "braid/comm/place.h"
 
 namespace braid {
 
-/// A rank's place, from the environment: torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else Slurm's, else Open MPI's; a single rank if
-/// there are none.
-struct Place {
-  int rank = 0, world_size = 1, local_rank = 0, local_world_size = 1;
-  std::string master_addr;  // empty: no rendezvous needed
-  int master_port = 0;
-  bool launched = false;  // by launch_ranks: its store is hosted by the launcher
-};
+/// Runs `program` `num_ranks` times with `arguments`, each with its place in the environment, and
+/// watches them. All end when one fails (SIGTERM, after half a second SIGKILL) and it is named on
+/// standard error: rank, pid, exit code or signal. All end when this process is killed. SIGINT,
+/// SIGTERM and SIGTSTP are passed on; an interrupted rank has 5 s, or until the second interrupt.
+///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
+///            a signal killed one; 128 + signal when interrupted
+///   Order    on a thread that lives as long as the ranks; takes those signals and SIGCHLD meanwhile
+///   Errors   ValueError: num_ranks < 1, or the program can't be run
+int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
+                 const std::string& program = "/proc/self/exe");
 
-/// Errors: ValueError naming the variables that are missing or contradict each other, and their
-/// values.
-Place place_from_environment();
-
-/// Connects to the rendezvous store. Errors: DistBackendError within `timeout` when the master
-/// can't be reached.
-c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
-                                              std::chrono::milliseconds timeout);
-
-/// Gives this rank its part of the allowed cores (affinity), and ATen as many threads.
-void share_cores(const Place& place);
-
-/// Runs this executable `num_ranks` times with `arguments`, each with its place in the environment,
-/// and watches them. Returns the exit code: 0; a rank's own code when it exits with one; 1 when a
-/// signal killed one (it is named, with the signal). All end when one does; all end when this
-/// process is killed.
-int launch_ranks(int num_ranks, const std::vector<std::string>& arguments);
+/// Leaves the text of a rank's error with the launcher, which says it once even if several ranks
+/// found it.
+///   Gives    false when there is no launcher to say it, so that the rank must
+bool report_to_launcher(const Place& place, const std::string& text) noexcept;
 
 }  // namespace braid

@@ -107,8 +107,8 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   });
 }
 
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x) {
-  const auto rows = split_rows(x.size(0), group.size());
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows) {
   const auto own = static_cast<std::size_t>(group.rank());
   const int tag = group.next_tag();
   Works works;

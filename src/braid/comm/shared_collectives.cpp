@@ -96,16 +96,16 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   });
 }
 
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x) {
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows) {
   Header header = make_header("reduce_scatter", x, row_elements(x));
   header.rows = x.size(0);
   auto lease = start(group, header, x.nbytes());
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
-  return Pending<at::Tensor>([&group, x, lease] {
+  return Pending<at::Tensor>([&group, x, rows, lease] {
     const trace::Operation operation("reduce_scatter");
     lease->agree();
-    const auto rows = split_rows(x.size(0), group.size());
     const auto rank = static_cast<std::size_t>(group.rank());
     const std::int64_t begin =
         std::accumulate(rows.begin(), rows.begin() + group.rank(), std::int64_t{0});

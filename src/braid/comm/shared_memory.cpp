@@ -22,14 +22,19 @@ constexpr int kMaxRanks = 64;
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
 
+/// What flag `released` reaches when its rank has left the operation.
+constexpr std::uint64_t released(std::int64_t sequence) {
+  return static_cast<std::uint64_t>(sequence) << 16;
+}
+
 constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
 }  // namespace
 
-/// The flags of one slot of a region, all written by the region's rank.
-struct SharedMemory::SlotFlags {
+/// Header and flags of one operation, all written by the region's rank.
+struct SharedMemory::Entry {
   Header header;           // valid while `published` shows its operation
   Flag published;          // sequence << 16 | count; count 0: the header is there
   Flag result;             // the same for what is made from the peers' payload
@@ -45,7 +50,7 @@ struct SharedMemory::Control {
   Nonce nonce;
   std::atomic<std::int32_t> lost;
   char lost_op[32];
-  SlotFlags slots[kSlots];
+  Entry entries[kEntries];
 };
 
 std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d::Store>& store,
@@ -63,7 +68,7 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
   memory->timeout_ = timeout;
   memory->regions_ = std::move(exchange.regions);
   memory->sockets_ = std::move(exchange.sockets);
-  memory->allocated_.assign(kSlots, 0);
+  memory->slots_.resize(kSlots);
   // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host.
   memory->spins_ = size <= ::sysconf(_SC_NPROCESSORS_ONLN) ? env().spin : 0;
   return memory;
@@ -72,6 +77,10 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
 SharedMemory::~SharedMemory() {
   for (const int socket : sockets_)
     if (socket >= 0) ::close(socket);
+}
+
+std::size_t SharedMemory::slot_offset(std::size_t slot) {
+  return control_bytes() + slot * env().slot_bytes;
 }
 
 std::size_t SharedMemory::control_bytes() { return round_up(sizeof(Control), 4096); }
@@ -145,51 +154,74 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
                    " is unusable since: ", failure_);
   BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
               env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
-  BRAID_CHECK(num_unfinished_ < kSlots, header.op, ": ", num_unfinished_,
-              " operations are started and not waited for, at most ", kSlots, " can be");
-  const std::int64_t sequence = ++sequence_;
-  const auto slot = static_cast<std::size_t>(sequence % kSlots);
-  if (sequence > kSlots) {
-    const auto released = static_cast<std::uint64_t>(sequence - kSlots) << 16;
-    for (int peer = 0; peer < size(); ++peer)
-      wait(control(peer).slots[slot].released, released, peer, header.op);
-  }
-  if (bytes > allocated_[slot]) {
-    const std::size_t base = control_bytes() + slot * env().slot_bytes;
+  const std::int64_t sequence = sequence_ + 1;
+  wait_released(sequence - kEntries, header.op);
+  const std::size_t slot = take_slot(header.op);
+  const std::size_t base = slot_offset(slot);
+  Slot& mine = slots_[slot];
+  if (bytes > mine.allocated) {
     const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
-    regions_[static_cast<std::size_t>(rank_)]->allocate(base + allocated_[slot], base + end);
-    allocated_[slot] = end;
+    regions_[static_cast<std::size_t>(rank_)]->allocate(base + mine.allocated, base + end);
+    mine.allocated = end;
   }
-  SlotFlags& mine = control(rank_).slots[slot];
-  mine.header = header;
-  ++num_unfinished_;
-  Lease lease(this, sequence, mine.header.op);
-  mine.published.raise(lease.progress(0));
+  sequence_ = mine.sequence = sequence;
+  mine.leased = true;
+  Entry& entry = control(rank_).entries[sequence % kEntries];
+  entry.header = header;
+  entry.header.slot = base;
+  Lease lease(this, sequence, slot, entry.header.op);
+  entry.published.raise(lease.progress(0));
   return lease;
+}
+
+void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
+  if (sequence <= 0) return;
+  for (const Slot& slot : slots_)
+    BRAID_CHECK(!slot.leased || slot.sequence != sequence, op, ": an operation started ", kEntries,
+                " operations ago has not been waited for");
+  for (int peer = 0; peer < size(); ++peer)
+    wait(control(peer).entries[sequence % kEntries].released, released(sequence), peer, op);
+}
+
+std::size_t SharedMemory::take_slot(const char* op) {
+  std::size_t oldest = slots_.size();
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].leased) continue;
+    const std::int64_t sequence = slots_[slot].sequence;
+    bool free = true;
+    for (int peer = 0; peer < size() && free; ++peer)
+      free = control(peer).entries[sequence % kEntries].released.reached(released(sequence));
+    if (free) return slot;
+    if (oldest == slots_.size() || sequence < slots_[oldest].sequence) oldest = slot;
+  }
+  BRAID_CHECK(oldest < slots_.size(), op, ": ", kSlots,
+              " operations are started and not waited for, which is the limit");
+  wait_released(slots_[oldest].sequence, op);
+  return oldest;
 }
 
 SharedMemory::Lease::Lease(Lease&& other) noexcept
     : memory_(std::exchange(other.memory_, nullptr)),
       sequence_(other.sequence_),
+      slot_(other.slot_),
       op_(other.op_),
       headers_(std::move(other.headers_)) {}
 
 SharedMemory::Lease::~Lease() { release(); }
 
-SharedMemory::SlotFlags& SharedMemory::Lease::flags(int rank) const {
-  return memory_->control(rank).slots[sequence_ % kSlots];
+SharedMemory::Entry& SharedMemory::Lease::entry(int rank) const {
+  return memory_->control(rank).entries[sequence_ % kEntries];
 }
 
 std::byte* SharedMemory::Lease::slot(int rank) const {
-  return memory_->regions_[static_cast<std::size_t>(rank)]->data() + control_bytes() +
-         static_cast<std::size_t>(sequence_ % kSlots) * env().slot_bytes;
+  return memory_->regions_[static_cast<std::size_t>(rank)]->data() + entry(rank).header.slot;
 }
 
 void SharedMemory::Lease::agree() {
   if (!headers_.empty()) return;
   for (int peer = 0; peer < memory_->size(); ++peer) {
-    memory_->wait(flags(peer).published, progress(0), peer, op_);
-    headers_.push_back(flags(peer).header);
+    memory_->wait(entry(peer).published, progress(0), peer, op_);
+    headers_.push_back(entry(peer).header);
   }
   const Header& a = headers_[0];
   for (std::size_t r = 1; r < headers_.size(); ++r) {
@@ -217,31 +249,29 @@ const Header& SharedMemory::Lease::header(int rank) const {
 }
 
 void SharedMemory::Lease::publish(int count) {
-  flags(memory_->rank()).published.raise(progress(count));
+  entry(memory_->rank()).published.raise(progress(count));
 }
 void SharedMemory::Lease::wait_published(int rank, int count) const {
-  memory_->wait(flags(rank).published, progress(count), rank, op_);
+  memory_->wait(entry(rank).published, progress(count), rank, op_);
 }
 void SharedMemory::Lease::publish_result(int count) {
-  flags(memory_->rank()).result.raise(progress(count));
+  entry(memory_->rank()).result.raise(progress(count));
 }
 void SharedMemory::Lease::wait_result(int rank, int count) const {
-  memory_->wait(flags(rank).result, progress(count), rank, op_);
+  memory_->wait(entry(rank).result, progress(count), rank, op_);
 }
 void SharedMemory::Lease::post(int owner, int count) {
-  flags(memory_->rank()).posted[owner].raise(progress(count));
+  entry(memory_->rank()).posted[owner].raise(progress(count));
 }
 void SharedMemory::Lease::wait_posted(int writer, int count) const {
-  memory_->wait(flags(writer).posted[memory_->rank()], progress(count), writer, op_);
+  memory_->wait(entry(writer).posted[memory_->rank()], progress(count), writer, op_);
 }
 
 void SharedMemory::Lease::release() {
   if (memory_ == nullptr) return;
   SharedMemory& memory = *std::exchange(memory_, nullptr);
-  --memory.num_unfinished_;
-  memory.control(memory.rank_)
-      .slots[sequence_ % kSlots]
-      .released.raise(static_cast<std::uint64_t>(sequence_) << 16);
+  memory.slots_[slot_].leased = false;
+  memory.control(memory.rank_).entries[sequence_ % kEntries].released.raise(released(sequence_));
 }
 
 }  // namespace braid

@@ -1,10 +1,11 @@
 // Memory that all ranks of a group on one host map: a region per rank, with slots for operations in
 // flight and flags.
 //
-// NOTE [lease]. A region is `kSlots` slots. The operation with sequence number s takes slot s %
-// kSlots of every region. A slot is written again only after every rank has released its previous
-// operation; the starter waits there, not the readers. So ranks that start the same operations in
-// the same order need no other agreement.
+// NOTE [lease]. Flags and headers of an operation lie in entry (sequence number % kEntries) of
+// every region: ranks that start the same operations in the same order need no other agreement.
+// Payload lies in a slot that its owner chooses among its `kSlots` and names in its header. Entry
+// and slot are used again only after every rank has released the operation they served; the starter
+// waits there, not the readers. So a long-lived operation holds up nobody.
 //
 // NOTE [reserved]. A slot is env().slot_bytes of address space in a memfd; pages appear when first
 // used (allocated by fallocate, so that a host without memory is an error and not a SIGBUS). So
@@ -41,11 +42,13 @@ struct Header {
   std::int64_t variant = 0;   // mode, reduction, root, ...
   std::int64_t rows = 0;      // this rank's rows
   bool rows_agree = true;     // rows must be the same on all ranks
+  std::uint64_t slot = 0;     // where the payload lies in this region; filled in by start()
 };
 
 class SharedMemory {
  public:
-  static constexpr int kSlots = 4;
+  static constexpr int kSlots = 8;
+  static constexpr int kEntries = 64;
 
   /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
   /// a nonce read through the memory, not by names). Ranks that are threads of one process share
@@ -69,14 +72,18 @@ class SharedMemory {
 
  private:
   struct Control;
-  struct SlotFlags;
+  struct Entry;
   SharedMemory() = default;
 
   static std::size_t control_bytes();
+  static std::size_t slot_offset(std::size_t slot);
   Control& control(int rank) const;
   void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const;
   void check_losses(const char* op, std::chrono::steady_clock::time_point since) const;
   [[noreturn]] void fail(const std::string& text) const;
+  void wait_released(std::int64_t sequence, const char* op);
+  /// A slot of this rank that nobody touches any more; waits for one.
+  std::size_t take_slot(const char* op);
 
   std::string group_;
   int rank_ = 0;
@@ -84,9 +91,13 @@ class SharedMemory {
   std::chrono::milliseconds timeout_{};
   std::vector<std::shared_ptr<Region>> regions_;  // by rank
   std::vector<int> sockets_;                      // by rank; -1 for this one
-  std::vector<std::size_t> allocated_;            // bytes of this rank's slots that have pages
+  struct Slot {
+    std::size_t allocated = 0;  // bytes that have pages
+    std::int64_t sequence = 0;  // of the operation it serves or served last
+    bool leased = false;        // by this rank, not yet released
+  };
+  std::vector<Slot> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
-  std::int64_t num_unfinished_ = 0;
   mutable std::string failure_;  // why the group is unusable
 };
 
@@ -97,7 +108,7 @@ class SharedMemory::Lease {
   Lease& operator=(Lease&&) = delete;
   ~Lease();  // releases
 
-  /// The part of `rank`'s region that belongs to this operation.
+  /// The payload of this operation in `rank`'s region; a peer's only after agree().
   std::byte* slot(int rank) const;
 
   /// Waits for every rank's header and compares them. Errors: ValueError, the same text on every
@@ -121,14 +132,15 @@ class SharedMemory::Lease {
 
  private:
   friend class SharedMemory;
-  Lease(SharedMemory* memory, std::int64_t sequence, const char* op)
-      : memory_(memory), sequence_(sequence), op_(op) {}
-  SlotFlags& flags(int rank) const;
+  Lease(SharedMemory* memory, std::int64_t sequence, std::size_t slot, const char* op)
+      : memory_(memory), sequence_(sequence), slot_(slot), op_(op) {}
+  Entry& entry(int rank) const;
   std::uint64_t progress(int count) const {
     return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);
   }
   SharedMemory* memory_;
   std::int64_t sequence_;
+  std::size_t slot_;  // of this rank
   const char* op_;
   std::vector<Header> headers_;
 };

@@ -15,7 +15,8 @@ inline at::ScalarType sum_dtype(at::ScalarType dtype) {
 namespace shared {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows);
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
                                      at::Tensor out);
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
@@ -29,7 +30,8 @@ void barrier(const Group& group);
 namespace network {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x);
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows);
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
                                      at::Tensor out);
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,

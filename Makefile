@@ -1,0 +1,45 @@
+# The front door: what a person or CI does with braid. `make help` lists it.
+.DEFAULT_GOAL := help
+.PHONY: help setup build train test test-tsan test-asan bench lint clean
+jobs := $(shell nproc)
+build = cmake --build $(1) -j $(jobs)
+# CMake configures once; later changes of its files are seen by the build itself.
+configure = test -e $(1)/build.ninja || cmake --preset $(2)
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup:  ## install what the build needs: Debian packages, and PyTorch in .venv
+	@tools/setup.sh
+
+build: setup  ## the program build/braid
+	@$(call configure,build,release)
+	@$(call build,build) --target braid_cli
+
+train: build  ## train a small decoder on two processes, into runs/demo
+	@tools/demo.sh
+
+test:  ## build and run all tests
+	@tools/setup.sh test
+	@$(call configure,build,release)
+	@$(call build,build)
+	@ctest --test-dir build --output-on-failure
+
+test-tsan: setup  ## the tests of core, comm and ops under ThreadSanitizer
+	@$(call configure,build-tsan,tsan)
+	@$(call build,build-tsan)
+	@ctest --test-dir build-tsan --output-on-failure -L 'unit|ranks'
+
+test-asan: setup  ## the tests of core, comm and ops under AddressSanitizer
+	@$(call configure,build-asan,asan)
+	@$(call build,build-asan)
+	@ctest --test-dir build-asan --output-on-failure
+
+bench: build  ## the standing measurements, into bench/results
+	@bench/run.sh
+
+lint: setup  ## format the sources and check the habits
+	@tools/lint.sh
+
+clean:  ## remove what was built (.venv and runs stay)
+	rm -rf build build-*/

@@ -1,0 +1,53 @@
+// The program `braid`: reads the command line, runs the chosen subcommand, turns errors into one
+// line and an exit code.
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+
+#include "braid/cli/commands.h"
+#include "braid/comm/launch.h"
+#include "braid/core/check.h"
+
+namespace {
+
+constexpr int kFailed = 1;  // peer, network, bug
+constexpr int kCallersError = 2;
+
+/// Says an error in one line: where there is a launcher through it, which says it once for all ranks.
+int fail(std::string text, int code) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  bool told = false;
+  try {
+    told = braid::report_to_launcher(braid::place_from_environment(), text);
+  } catch (const c10::ValueError&) {  // the place itself is what is wrong
+  }
+  if (!told) fmt::print(stderr, "braid: error: {}\n", text);
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Tensor-parallel training with communication woven into its matmuls.", "braid"};
+  app.set_version_flag("--version", "braid " BRAID_VERSION);
+  braid::cli::Body body;
+  braid::cli::add_launch(app, body);
+  try {
+    app.parse(argc, argv);
+    BRAID_CHECK(body, "no command given. HINT: braid --help");
+    return body();
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    return fail(error.what(), kCallersError);
+  } catch (const c10::ValueError& error) {
+    return fail(error.what_without_backtrace(), kCallersError);
+  } catch (const c10::Error& error) {
+    return fail(error.what_without_backtrace(), kFailed);
+  } catch (const std::exception& error) {
+    return fail(error.what(), kFailed);
+  }
+}

@@ -1,0 +1,35 @@
+// Decides whether this process starts ranks or is one.
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "braid/cli/commands.h"
+#include "braid/comm/launch.h"
+#include "braid/core/check.h"
+
+namespace braid::cli {
+
+std::optional<int> run_on_ranks(std::optional<int> num_ranks) {
+  const Place place = place_from_environment();
+  if (num_ranks) BRAID_CHECK(*num_ranks >= 1, "--nproc is ", *num_ranks, ", expected at least 1");
+  if (!place.source.empty()) {
+    BRAID_CHECK(!num_ranks || *num_ranks == place.local_world_size, "--nproc is ",
+                num_ranks.value_or(0), ", but ", place.source, " has started ",
+                place.local_world_size, " ranks on this host (LOCAL_WORLD_SIZE)");
+    return std::nullopt;
+  }
+  if (num_ranks.value_or(1) == 1) return std::nullopt;
+  return launch_ranks(*num_ranks, command_line());
+}
+
+std::vector<std::string> command_line() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string all{std::istreambuf_iterator<char>(file), {}};
+  std::vector<std::string> words;
+  for (std::size_t i = 0; i < all.size(); i = all.find('\0', i) + 1)
+    words.emplace_back(all.c_str() + i);
+  words.erase(words.begin());
+  return words;
+}
+
+}  // namespace braid::cli

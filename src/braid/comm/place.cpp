@@ -1,0 +1,249 @@
+// Reads a rank's place from launchers' variables, connects it to the others and divides the cores.
+#include "braid/comm/place.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <optional>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "braid/core/check.h"
+
+namespace braid {
+namespace {
+
+std::string text_of(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+std::optional<int> number_of(const char* name) {
+  const std::string text = text_of(name);
+  if (text.empty()) return std::nullopt;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  BRAID_CHECK(error == std::errc{} && end == text.data() + text.size(), name, " is '", text,
+              "', expected a number");
+  return value;
+}
+
+int required(const char* name, const char* because) {
+  const auto value = number_of(name);
+  BRAID_CHECK(value, name, " is missing, but ", because, "='", text_of(because),
+              "' is set. HINT: start ranks with torchrun, srun, mpirun or --nproc");
+  return *value;
+}
+
+/// A port below the ephemeral range, different for most runs.
+int port_of(const std::string& run) {
+  return 20000 + static_cast<int>(std::hash<std::string>{}(run) % 10000);
+}
+
+void fill_torchrun(Place& place) {
+  const char* const names[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+  const char* because = *std::find_if(std::begin(names), std::end(names),
+                                      [](auto name) { return !text_of(name).empty(); });
+  place.source = "torchrun";
+  place.rank = required("RANK", because);
+  place.world_size = required("WORLD_SIZE", because);
+  place.local_rank = required("LOCAL_RANK", because);
+  place.local_world_size = required("LOCAL_WORLD_SIZE", because);
+  place.store_hosted = text_of("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  place.launched = text_of("BRAID_LAUNCHED") == "1";
+  place.run = text_of("TORCHELASTIC_RUN_ID");
+  if (place.world_size > 1) required("MASTER_PORT", "WORLD_SIZE");
+  BRAID_CHECK(place.world_size <= 1 || !text_of("MASTER_ADDR").empty(),
+              "MASTER_ADDR is missing, but WORLD_SIZE is ", place.world_size);
+}
+
+/// The first host of a Slurm list: "gpu[03-05,7],login" gives "gpu03".
+std::string first_host(const std::string& list) {
+  std::string host;
+  for (std::size_t i = 0; i < list.size() && list[i] != ','; ++i) {
+    if (list[i] != '[') {
+      host += list[i];
+      continue;
+    }
+    for (++i; i < list.size() && list[i] != ',' && list[i] != '-' && list[i] != ']'; ++i)
+      host += list[i];
+    i = std::min(list.find(']', i), list.size());
+  }
+  return host;
+}
+
+/// Tasks of one host from Slurm's "2(x3),1": hosts 0 to 2 have 2, host 3 has 1.
+int tasks_of_host(const std::string& list, int host) {
+  const char* p = list.c_str();
+  for (char* end = nullptr; *p != '\0'; p = *end == ',' ? end + 1 : end) {
+    const long tasks = std::strtol(p, &end, 10);
+    long hosts = 1;
+    if (std::string_view(end).starts_with("(x")) {
+      hosts = std::strtol(end + 2, &end, 10);
+      if (*end == ')') ++end;
+    }
+    if (end == p || (*end != ',' && *end != '\0')) break;
+    if (host < hosts) return static_cast<int>(tasks);
+    host -= static_cast<int>(hosts);
+  }
+  BRAID_CHECK(false, "SLURM_STEP_TASKS_PER_NODE is '", list, "': no host ", text_of("SLURM_NODEID"),
+              " (SLURM_NODEID)");
+}
+
+void fill_slurm(Place& place) {
+  constexpr auto because = "SLURM_STEP_NUM_TASKS";
+  place.source = "Slurm";
+  place.rank = required("SLURM_PROCID", because);
+  place.world_size = required("SLURM_STEP_NUM_TASKS", because);
+  place.local_rank = required("SLURM_LOCALID", because);
+  place.local_world_size =
+      tasks_of_host(text_of("SLURM_STEP_TASKS_PER_NODE"), required("SLURM_NODEID", because));
+  place.run = fmt::format("Slurm {}.{}", text_of("SLURM_JOB_ID"), text_of("SLURM_STEP_ID"));
+  place.master_addr = place.local_world_size == place.world_size
+                          ? "127.0.0.1"
+                          : first_host(text_of("SLURM_STEP_NODELIST"));
+}
+
+void fill_open_mpi(Place& place) {
+  constexpr auto because = "OMPI_COMM_WORLD_SIZE";
+  place.source = "Open MPI";
+  place.rank = required("OMPI_COMM_WORLD_RANK", because);
+  place.world_size = required("OMPI_COMM_WORLD_SIZE", because);
+  place.local_rank = required("OMPI_COMM_WORLD_LOCAL_RANK", because);
+  place.local_world_size = required("OMPI_COMM_WORLD_LOCAL_SIZE", because);
+  place.run =
+      fmt::format("Open MPI {}{}", text_of("PMIX_NAMESPACE"), text_of("OMPI_MCA_ess_base_jobid"));
+  if (place.local_world_size == place.world_size) place.master_addr = "127.0.0.1";
+}
+
+void check(const Place& p) {
+  const std::string got = fmt::format("{} says rank {} of {}, local rank {} of {}", p.source,
+                                      p.rank, p.world_size, p.local_rank, p.local_world_size);
+  BRAID_CHECK(p.world_size >= 1 && p.rank >= 0 && p.rank < p.world_size, got,
+              ": the rank is not within the world size (RANK, WORLD_SIZE)");
+  BRAID_CHECK(p.local_world_size >= 1 && p.local_rank >= 0 && p.local_rank < p.local_world_size,
+              got,
+              ": the local rank is not within the local world size (LOCAL_RANK, LOCAL_WORLD_SIZE)");
+  BRAID_CHECK(
+      p.local_world_size <= p.world_size && p.local_rank <= p.rank, got,
+      ": there can't be more ranks on this host than in all (LOCAL_WORLD_SIZE, WORLD_SIZE)");
+  if (p.world_size == 1) return;
+  BRAID_CHECK(!p.master_addr.empty(), got,
+              ": MASTER_ADDR is missing. HINT: set it to the host of rank 0");
+  BRAID_CHECK(p.master_port >= 1 && p.master_port <= 65535, "MASTER_PORT is ", p.master_port,
+              ", expected 1 to 65535");
+}
+
+/// The allowed cores, siblings of one physical core next to each other; empty where the kernel's
+/// set does not fit.
+std::vector<int> allowed_cores() {
+  cpu_set_t set;
+  std::vector<int> cores;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &set)) cores.push_back(core);
+  }
+  const auto physical = [](int core) {
+    std::pair<int, int> id{0, core};
+    const auto folder = fmt::format("/sys/devices/system/cpu/cpu{}/topology/", core);
+    std::ifstream(folder + "physical_package_id") >> id.first;
+    std::ifstream(folder + "core_id") >> id.second;
+    return id;
+  };
+  std::vector<std::pair<std::pair<int, int>, int>> order;
+  for (int core : cores) order.emplace_back(physical(core), core);
+  std::sort(order.begin(), order.end());
+  std::transform(order.begin(), order.end(), cores.begin(),
+                 [](const auto& entry) { return entry.second; });
+  return cores;
+}
+
+}  // namespace
+
+Place place_from_environment() {
+  Place place;
+  if (!text_of("RANK").empty() || !text_of("WORLD_SIZE").empty() ||
+      !text_of("LOCAL_RANK").empty() || !text_of("LOCAL_WORLD_SIZE").empty()) {
+    fill_torchrun(place);
+  } else if (!text_of("SLURM_STEP_NUM_TASKS").empty()) {
+    fill_slurm(place);
+  } else if (!text_of("OMPI_COMM_WORLD_SIZE").empty()) {
+    fill_open_mpi(place);
+  } else {
+    return place;
+  }
+  if (place.world_size == 1 && place.source != "torchrun")
+    return {};  // one task of a batch script or of mpirun -n 1
+  if (const auto addr = text_of("MASTER_ADDR"); !addr.empty()) place.master_addr = addr;
+  place.master_port = number_of("MASTER_PORT").value_or(place.run.empty() ? 0 : port_of(place.run));
+  check(place);
+  return place;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
+                                              std::chrono::milliseconds timeout) {
+  if (place.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(place.master_port);
+  options.isServer = place.rank == 0 && !place.store_hosted;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  const auto where = fmt::format("store of the run at {}:{} (rank {})", place.master_addr,
+                                 place.master_port, place.rank);
+  c10::intrusive_ptr<c10d::Store> store;
+  std::string owner;
+  const auto mine = fmt::format("{}, {} ranks", place.run, place.world_size);
+  try {
+    store = c10::make_intrusive<c10d::TCPStore>(place.master_addr, options);
+    owner = store->compareSet("braid/run", std::string(), mine);
+  } catch (const c10::Error& error) {
+    C10_THROW_ERROR(DistBackendError,
+                    fmt::format("{} {} within {} s: {}", where,
+                                options.isServer ? "can't be hosted" : "can't be reached",
+                                timeout.count() / 1000.0, error.what_without_backtrace()));
+  }
+  if (owner != mine) {
+    C10_THROW_ERROR(DistBackendError, fmt::format("{} belongs to another run: {} there, {} here",
+                                                  where, owner, mine));
+  }
+  return store;
+}
+
+void share_cores(const Place& place, c10d::Store& store) {
+  std::vector<int> cores = allowed_cores();
+  if (cores.empty()) return;
+  if (place.world_size > 1) {
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    const auto key = [](int rank) { return fmt::format("braid/cores/{}", rank); };
+    const auto mine = fmt::format("{} {}", boot, fmt::join(cores, ","));
+    store.set(key(place.rank), mine);
+    std::size_t sharers = 0, index = 0;
+    for (int rank = 0; rank < place.world_size; ++rank) {
+      if (store.get_to_str(key(rank)) != mine) continue;
+      if (rank == place.rank) index = sharers;
+      ++sharers;
+    }
+    const std::size_t begin = index * cores.size() / sharers,
+                      end = (index + 1) * cores.size() / sharers;
+    cores = begin == end ? std::vector<int>{cores[begin]}
+                         : std::vector<int>(cores.begin() + begin, cores.begin() + end);
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int core : cores) CPU_SET(core, &set);
+    TORCH_INTERNAL_ASSERT(sched_setaffinity(0, sizeof set, &set) == 0, std::strerror(errno));
+  }
+  at::set_num_threads(static_cast<int>(cores.size()));
+}
+
+}  // namespace braid

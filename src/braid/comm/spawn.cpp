@@ -1,0 +1,114 @@
+// Makes a rank's store, environment and process.
+#include "braid/comm/spawn.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "braid/core/check.h"
+
+namespace braid {
+
+HostedStore::HostedStore() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  TORCH_CHECK(socket_ >= 0 && ::bind(socket_, generic, length) == 0 &&
+                  ::listen(socket_, SOMAXCONN) == 0 &&
+                  ::getsockname(socket_, generic, &length) == 0,
+              "no loopback port for the ranks' store: ", std::strerror(errno));
+  port_ = ntohs(address.sin_port);
+}
+
+HostedStore::~HostedStore() {
+  if (socket_ >= 0) ::close(socket_);
+}
+
+c10::intrusive_ptr<c10d::Store> HostedStore::start() {
+  TORCH_INTERNAL_ASSERT(socket_ >= 0);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(port_);
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = std::exchange(socket_, -1);
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+Environment environment_of_rank(int rank, int num_ranks, int port) {
+  Environment values;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view line = *entry;
+    const auto name = line.substr(0, line.find('='));
+    if (name.size() < line.size()) values[std::string(name)] = line.substr(name.size() + 1);
+  }
+  values["RANK"] = values["LOCAL_RANK"] = std::to_string(rank);
+  values["WORLD_SIZE"] = values["LOCAL_WORLD_SIZE"] = std::to_string(num_ranks);
+  values["MASTER_ADDR"] = "127.0.0.1";
+  values["MASTER_PORT"] = std::to_string(port);
+  values["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  values["TORCHELASTIC_RUN_ID"] = fmt::format("braid {}", getpid());
+  return values;
+}
+
+namespace {
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> out;
+  for (auto& text : texts) out.push_back(text.data());
+  out.push_back(nullptr);
+  return out;
+}
+
+}  // namespace
+
+pid_t spawn(const std::string& program, std::vector<std::string> arguments,
+            const Environment& environment, const sigset_t& mask, int output) {
+  arguments.insert(arguments.begin(),
+                   program == "/proc/self/exe" ? program_invocation_name : program);
+  std::vector<std::string> lines;
+  for (const auto& [name, value] : environment) lines.push_back(name + "=" + value);
+  const auto argv = pointers(arguments), envp = pointers(lines);
+  int failure[2];
+  TORCH_CHECK(::pipe2(failure, O_CLOEXEC) == 0, "can't make a pipe: ", std::strerror(errno));
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    // Only async-signal-safe calls here: the parent may have threads.
+    ::setpgid(
+        0,
+        0);  // its own children can be ended with it; the terminal's signals come from the launcher
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) ::_exit(1);  // it died before prctl
+    if (output >= 0 && (::dup2(output, STDOUT_FILENO) < 0 || ::dup2(output, STDERR_FILENO) < 0))
+      ::_exit(1);
+    ::sigprocmask(SIG_SETMASK, &mask, nullptr);
+    ::execvpe(program.c_str(), argv.data(), envp.data());
+    const int error = errno;
+    [[maybe_unused]] const auto written = ::write(failure[1], &error, sizeof error);
+    ::_exit(127);
+  }
+  int error = errno;
+  ::close(failure[1]);
+  const bool runs = pid > 0 && ::read(failure[0], &error, sizeof error) ==
+                                   0;  // end of file: the pipe closed on exec
+  ::close(failure[0]);
+  TORCH_CHECK(pid > 0, "can't start a process: ", std::strerror(error));
+  if (!runs) ::waitpid(pid, nullptr, 0);
+  BRAID_CHECK(runs, "can't run ", program, ": ", std::strerror(error));
+  return pid;
+}
+
+}  // namespace braid

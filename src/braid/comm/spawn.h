@@ -1,0 +1,44 @@
+// The pieces of starting a rank's process on this host: its store's address, its environment, its program.
+// Used by the launcher and by the tests that have ranks as processes.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <signal.h>
+#include <sys/types.h>
+
+#include <map>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace braid {
+
+/// A store for ranks of this host, at a free loopback port: ranks can connect before start().
+class HostedStore {
+ public:
+  HostedStore();
+  ~HostedStore();
+  HostedStore(const HostedStore&) = delete;
+  HostedStore& operator=(const HostedStore&) = delete;
+
+  int port() const { return port_; }
+  /// Begins to serve, with a thread of this process; once only. The store lives as long as what is returned.
+  c10::intrusive_ptr<c10d::Store> start();
+
+ private:
+  int socket_ = -1, port_ = 0;
+};
+
+using Environment = std::map<std::string, std::string>;
+
+/// This process's environment, with the place of one rank as torchrun would set it.
+Environment environment_of_rank(int rank, int num_ranks, int port);
+
+/// Starts `program` (sought in PATH) in a process group of its own; it ends when the calling thread does.
+///   mask     its blocked signals
+///   output   where its standard output and error go; -1: where this process's go
+///   Errors   ValueError when the program can't be run
+pid_t spawn(const std::string& program, std::vector<std::string> arguments,
+            const Environment& environment, const sigset_t& mask, int output = -1);
+
+}  // namespace braid

@@ -1,0 +1,16 @@
+// Lines for the person who started the program, on stderr.
+#pragma once
+
+#include <cstdio>
+#include <string>
+
+namespace braid {
+
+/// Whether this process speaks: set false on all ranks but the first, so that a line comes once.
+inline bool speaks = true;
+
+inline void warn(const std::string& text) {
+  if (speaks) std::fprintf(stderr, "braid: warning: %s\n", text.c_str());
+}
+
+}  // namespace braid

@@ -1,0 +1,152 @@
+// Gather streams: from the peers' memory, or by chunks of all-gathers.
+#include <cstring>
+#include <deque>
+#include <numeric>
+
+#include "braid/comm/collectives.h"
+#include "braid/comm/shared_memory.h"
+#include "braid/comm/slot_tensor.h"
+#include "braid/ops/streams.h"
+
+namespace braid {
+namespace {
+
+std::vector<std::int64_t> begins(const std::vector<std::int64_t>& rows) {
+  std::vector<std::int64_t> result(rows.size(), 0);
+  std::partial_sum(rows.begin(), rows.end() - 1, result.begin() + 1);
+  return result;
+}
+
+class PeerGather final : public GatherStream {
+ public:
+  PeerGather(const Group& group, const char* name, const at::Tensor& x_shard,
+             std::vector<std::int64_t> rows)
+      : group_(group), x_(x_shard), rows_(std::move(rows)), lease_(start(name)) {
+    store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
+    lease_.publish(1);
+  }
+
+  const std::vector<std::int64_t>& rows() override {
+    if (rows_.empty()) {
+      lease_.agree();
+      for (int peer = 0; peer < group_.size(); ++peer) rows_.push_back(lease_.header(peer).rows);
+    }
+    return rows_;
+  }
+
+  std::optional<GatheredTile> next() override {
+    if (num_given_ == group_.size()) {
+      lease_.release();
+      return std::nullopt;
+    }
+    const int peer = (group_.rank() + num_given_++) % group_.size();
+    const auto p = static_cast<std::size_t>(peer);
+    const std::int64_t begin = begins(rows())[p];
+    if (peer == group_.rank()) return GatheredTile{begin, x_};
+    lease_.agree();
+    lease_.wait_published(peer, 1);
+    const at::Tensor tile = slot_tensor(lease_, peer, 0, {rows_[p], x_.size(1)}, x_.scalar_type());
+    tsan::read(tile.data_ptr(), tile.nbytes());
+    return GatheredTile{begin, tile};
+  }
+
+ private:
+  SharedMemory::Lease start(const char* name) const {
+    Header header;
+    std::strncpy(header.op, name, sizeof header.op - 1);
+    header.dtype = static_cast<std::int64_t>(x_.scalar_type());
+    header.k = x_.size(1);
+    header.rows = x_.size(0);
+    header.rows_agree = false;
+    return group_.memory()->start(header, x_.nbytes());
+  }
+
+  const Group& group_;
+  at::Tensor x_;
+  std::vector<std::int64_t> rows_;
+  SharedMemory::Lease lease_;
+  int num_given_ = 0;
+};
+
+class ChunkGather final : public GatherStream {
+ public:
+  ChunkGather(const Group& group, const at::Tensor& x_shard, int num_chunks,
+              std::vector<std::int64_t> rows)
+      : group_(group), x_(x_shard), rows_(std::move(rows)) {
+    if (rows_.empty()) {
+      const at::Tensor all = all_gather(group, at::tensor({x_.size(0)}, at::kLong));
+      rows_.assign(all.const_data_ptr<std::int64_t>(),
+                   all.const_data_ptr<std::int64_t>() + group.size());
+    }
+    for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_chunks));
+    start_next();
+  }
+
+  const std::vector<std::int64_t>& rows() override { return rows_; }
+
+  std::optional<GatheredTile> next() override {
+    while (tiles_.empty()) {
+      if (!in_flight_.valid()) return std::nullopt;
+      const std::size_t chunk = num_started_ - 1;
+      Pending<at::Tensor> current = std::move(in_flight_);
+      start_next();
+      data_ = current.wait();
+      cut(chunk);
+    }
+    GatheredTile tile = tiles_.front();
+    tiles_.pop_front();
+    return tile;
+  }
+
+ private:
+  std::vector<std::int64_t> rows_of(std::size_t chunk) const {
+    std::vector<std::int64_t> result;
+    for (const auto& parts : parts_) result.push_back(parts[chunk]);
+    return result;
+  }
+
+  void start_next() {
+    if (num_started_ == parts_[0].size()) return;
+    const std::size_t chunk = num_started_++;
+    const auto& own = parts_[static_cast<std::size_t>(group_.rank())];
+    const std::int64_t begin = begins(own)[chunk];
+    in_flight_ = start_all_gather(group_, x_.narrow(0, begin, own[chunk]), rows_of(chunk));
+  }
+
+  /// Tiles of the chunk in data_: one for all when the rows are in the result's order, else one a
+  /// rank.
+  void cut(std::size_t chunk) {
+    if (parts_[0].size() == 1) {
+      tiles_.push_back({0, data_});
+      return;
+    }
+    std::int64_t from = 0;
+    const auto rank_begins = begins(rows_);
+    for (std::size_t r = 0; r < parts_.size(); ++r) {
+      const std::int64_t n = parts_[r][chunk];
+      if (n > 0)
+        tiles_.push_back({rank_begins[r] + begins(parts_[r])[chunk], data_.narrow(0, from, n)});
+      from += n;
+    }
+  }
+
+  const Group& group_;
+  at::Tensor x_;
+  std::vector<std::int64_t> rows_;
+  std::vector<std::vector<std::int64_t>> parts_;  // [rank][chunk]
+  std::size_t num_started_ = 0;
+  Pending<at::Tensor> in_flight_;
+  at::Tensor data_;
+  std::deque<GatheredTile> tiles_;
+};
+
+}  // namespace
+
+std::unique_ptr<GatherStream> make_gather_stream(const Group& group, const char* name,
+                                                 const at::Tensor& x_shard, int num_chunks,
+                                                 std::vector<std::int64_t> rows) {
+  if (num_chunks == 0) return std::make_unique<PeerGather>(group, name, x_shard, std::move(rows));
+  return std::make_unique<ChunkGather>(group, x_shard, num_chunks, std::move(rows));
+}
+
+}  // namespace braid
