@@ -7,15 +7,8 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-<<<<<<< HEAD
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <system_error>
-=======
 #include <iterator>
 #include <string>
->>>>>>> ckpt
 #include <vector>
 
 namespace braid::test {
@@ -27,14 +20,7 @@ class TemporaryFolder {
     if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp: " + name);
     path_ = name;
   }
-<<<<<<< HEAD
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-=======
   ~TemporaryFolder() { std::filesystem::remove_all(path_); }
->>>>>>> ckpt
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
 
@@ -64,8 +50,6 @@ std::string value_error(Call call) {
   return {};
 }
 
-<<<<<<< HEAD
-=======
 /// What the error that `call` throws says; empty when it throws none.
 template <class Error, class Call>
 std::string error_of(Call call) {
@@ -77,7 +61,6 @@ std::string error_of(Call call) {
   return {};
 }
 
->>>>>>> ckpt
 inline std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -96,18 +79,4 @@ inline std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-<<<<<<< HEAD
-/// The text of the exception that fn throws; empty when it throws none.
-template <class Error, class F>
-std::string error_of(F&& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
-}
-
-=======
->>>>>>> ckpt
 }  // namespace braid::test
