@@ -1,0 +1,280 @@
+#include "braid/layers/parallel_linear.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "braid/comm/collectives.h"
+#include "braid/core/check.h"
+
+namespace braid {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kTileRows = 512;  // rows of half types converted to f32 at a time
+
+/// What a layer's backward needs besides tensors; kept in the autograd context.
+struct Saved : torch::CustomClassHolder {
+  LinearOptions options;
+  std::vector<std::int64_t> x_sizes;
+  bool has_bias = false;  // else it has no place among the gradients
+  bool x_is_gathered = false;
+};
+
+std::int64_t num_rows(at::IntArrayRef sizes) {
+  return c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+}
+
+int num_ranks(const LinearOptions& options) { return options.group ? options.group->size() : 1; }
+
+/// Rows of matmuls: 2-D, and dense enough that a matmul reads them in place (an expanded gradient
+/// is not).
+at::Tensor rows_of(const at::Tensor& x) {
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  const bool row_major = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);
+  const bool column_major = rows.stride(0) == 1 && rows.stride(1) >= rows.size(0);
+  return row_major || column_major ? rows : rows.contiguous();
+}
+
+/// Gives `rows` the leading dims of sizes, dim 0 as large as the rows make it.
+at::Tensor shaped_like(const at::Tensor& rows, std::vector<std::int64_t> sizes) {
+  if (sizes.size() == 2) return rows;
+  sizes.back() = rows.size(1);
+  if (sizes.size() > 2) {
+    std::int64_t inner = 1;
+    for (std::size_t i = 1; i + 1 < sizes.size(); ++i) inner *= sizes[i];
+    sizes[0] = inner == 0 ? sizes[0] : rows.size(0) / inner;
+  }
+  return at::_unsafe_view(rows, sizes);  // the caller may write to y in place: not a view
+}
+
+at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return bias.defined() ? at::addmm(bias, x, weight.t()) : at::mm(x, weight.t());
+}
+
+void check_operands(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                    const LinearOptions& options) {
+  BRAID_CHECK(x.defined() && x.dim() >= 1, "linear: x must have at least one dim");
+  BRAID_CHECK_EQ(weight.dim(), 2, "linear: dims of the weight");
+  BRAID_CHECK_EQ(x.size(-1), weight.size(1), "linear: features of x and of the weight");
+  BRAID_CHECK_EQ(x.scalar_type(), weight.scalar_type(), "linear: dtypes of x and weight");
+  if (bias.defined()) {
+    BRAID_CHECK_EQ(bias.numel(), weight.size(0), "linear: bias and output features");
+    BRAID_CHECK_EQ(bias.scalar_type(), weight.scalar_type(), "linear: dtypes of bias and weight");
+  }
+  if (options.main_grad.defined()) {
+    BRAID_CHECK_EQ(options.main_grad.sizes(), weight.sizes(),
+                   "linear: shapes of main_grad and weight");
+    BRAID_CHECK_EQ(options.main_grad.scalar_type(), at::kFloat, "linear: dtype of main_grad");
+  }
+}
+
+/// The tensor that dW goes into: main_grad, or a new one that is returned as the gradient.
+struct WeightGradient {
+  WeightGradient(const LinearOptions& options, const at::Tensor& weight, bool needed) {
+    if (!needed) return;
+    accumulate = options.main_grad.defined();
+    dw = accumulate ? options.main_grad : at::empty(weight.sizes(), weight.options());
+  }
+  at::Tensor returned() const { return accumulate ? at::Tensor() : dw; }
+
+  at::Tensor dw;
+  bool accumulate = false;
+};
+
+at::Tensor bias_gradient(const at::Tensor& dy) {
+  return dy.scalar_type() == at::kDouble ? dy.sum(0)
+                                         : dy.sum(0, false, at::kFloat).to(dy.scalar_type());
+}
+
+/// Function::apply takes no undefined tensors.
+std::optional<at::Tensor> optional(const at::Tensor& x) {
+  return x.defined() ? std::optional(x) : std::nullopt;
+}
+
+void save(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+          c10::intrusive_ptr<Saved> saved) {
+  ctx->save_for_backward({x, weight});
+  ctx->saved_data["state"] = c10::IValue::make_capsule(std::move(saved));
+}
+
+c10::intrusive_ptr<Saved> state_of(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<Saved>(ctx->saved_data.at("state").toCapsule());
+}
+
+struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& optional_bias,
+                            const LinearOptions& options, bool grad_mode) {
+    const at::Tensor bias = optional_bias.value_or(at::Tensor());
+    auto saved = c10::make_intrusive<Saved>();
+    saved->options = options;
+    saved->x_sizes = x.sizes().vec();
+    saved->has_bias = bias.defined();
+    const bool needs_dw = grad_mode && weight.requires_grad();
+    at::Tensor rows = rows_of(x), y;
+    if (num_ranks(options) == 1 || !options.sequence_parallel) {
+      y = plain_linear(rows, weight, bias);
+    } else {
+      std::vector<std::int64_t> counts;
+      if (options.num_tokens >= 0) counts = split_rows(options.num_tokens, num_ranks(options));
+      if (options.keep_gathered && needs_dw) {
+        std::tie(y, rows) = gathered(options, rows, weight, bias, counts);
+        saved->x_is_gathered = true;
+      } else {
+        y = all_gather_matmul(*options.group, rows, weight, bias, options.matmul, counts);
+      }
+      const auto own_rows = split_rows(y.size(0), num_ranks(options)).at(options.group->rank());
+      BRAID_CHECK_EQ(num_rows(x.sizes()), own_rows,
+                     "column_parallel_linear: rows of this rank and its part of the gathered rows");
+    }
+    save(ctx, needs_dw ? rows : at::Tensor(), weight, saved);
+    return shaped_like(y, saved->x_sizes);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = state_of(ctx);
+    const LinearOptions& options = saved->options;
+    const auto tensors = ctx->get_saved_variables();
+    const at::Tensor& x = tensors[0];
+    const at::Tensor& weight = tensors[1];
+    const bool sharded = num_ranks(options) > 1;
+    const at::Tensor dy = rows_of(grads[0]);
+    const bool needs_dx = ctx->needs_input_grad(0);
+
+    Pending<at::Tensor> dx_pending;  // on its way while dW is computed
+    at::Tensor dx;
+    if (needs_dx && !sharded) dx = at::mm(dy, weight);
+    if (needs_dx && sharded) {
+      dx_pending =
+          options.sequence_parallel
+              ? start_matmul_reduce_scatter(*options.group, dy, weight.t(), {}, options.matmul)
+              : start_matmul_all_reduce(*options.group, dy, weight.t(), {}, options.matmul);
+    }
+    WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
+    if (gradient.dw.defined()) {
+      if (sharded && options.sequence_parallel && !saved->x_is_gathered) {
+        all_gather_wgrad(*options.group, dy, x, gradient.dw, gradient.accumulate, options.matmul,
+                         split_rows(dy.size(0), num_ranks(options)));
+      } else {
+        weight_gradient(dy, x, gradient.dw, gradient.accumulate);
+      }
+    }
+    const at::Tensor db =
+        saved->has_bias && ctx->needs_input_grad(2) ? bias_gradient(dy) : at::Tensor();
+    if (dx_pending.valid()) dx = dx_pending.wait();
+    if (dx.defined()) dx = dx.view(saved->x_sizes);
+    return {dx, gradient.returned(), db, {}, {}};
+  }
+
+ private:
+  static std::tuple<at::Tensor, at::Tensor> gathered(const LinearOptions& options,
+                                                     const at::Tensor& x, const at::Tensor& weight,
+                                                     const at::Tensor& bias,
+                                                     const std::vector<std::int64_t>& counts) {
+    auto result = all_gather_matmul_v2(*options.group, x, weight, bias, options.matmul, counts);
+    return {std::move(result.y), std::move(result.x_full)};
+  }
+};
+
+struct RowLinear : torch::autograd::Function<RowLinear> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& optional_bias,
+                            const LinearOptions& options, bool grad_mode) {
+    const at::Tensor bias = optional_bias.value_or(at::Tensor());
+    auto saved = c10::make_intrusive<Saved>();
+    saved->options = options;
+    saved->x_sizes = x.sizes().vec();
+    saved->has_bias = bias.defined();
+    const at::Tensor rows = rows_of(x);
+    at::Tensor y;
+    if (num_ranks(options) == 1) {
+      y = plain_linear(rows, weight, bias);
+    } else if (options.sequence_parallel) {
+      y = matmul_reduce_scatter(*options.group, rows, weight, bias, options.matmul);
+    } else {
+      y = matmul_all_reduce(*options.group, rows, weight, bias, options.matmul);
+    }
+    save(ctx, grad_mode && weight.requires_grad() ? rows : at::Tensor(), weight, saved);
+    return shaped_like(y, saved->x_sizes);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = state_of(ctx);
+    const LinearOptions& options = saved->options;
+    const auto tensors = ctx->get_saved_variables();
+    const at::Tensor& x = tensors[0];
+    const at::Tensor& weight = tensors[1];
+    const at::Tensor dy = rows_of(grads[0]);
+    const bool needs_dx = ctx->needs_input_grad(0),
+               needs_db = saved->has_bias && ctx->needs_input_grad(2);
+    WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
+    at::Tensor dx, db;
+    if (num_ranks(options) > 1 && options.sequence_parallel) {
+      if (needs_db) db = at::zeros({weight.size(0)}, weight.options());
+      dx = all_gather_matmul_backward(*options.group, dy, weight, x, needs_dx, gradient.dw,
+                                      gradient.accumulate, db, options.matmul,
+                                      split_rows(num_rows(saved->x_sizes), num_ranks(options)));
+    } else {
+      if (needs_dx) dx = at::mm(dy, weight);
+      if (gradient.dw.defined()) weight_gradient(dy, x, gradient.dw, gradient.accumulate);
+      if (needs_db) db = bias_gradient(dy);
+    }
+    if (dx.defined()) dx = dx.view(saved->x_sizes);
+    return {dx, gradient.returned(), db, {}, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
+                                  const at::Tensor& bias, const LinearOptions& options) {
+  check_operands(x, weight, bias, options);
+  if (options.sequence_parallel && options.num_tokens >= 0) {
+    const auto own = split_rows(options.num_tokens, num_ranks(options));
+    BRAID_CHECK_EQ(num_rows(x.sizes()), own.at(options.group ? options.group->rank() : 0),
+                   "column_parallel_linear: rows of x and this rank's part of num_tokens");
+  }
+  return ColumnLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
+}
+
+at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
+                               const at::Tensor& bias, const LinearOptions& options) {
+  check_operands(x, weight, bias, options);
+  if (options.sequence_parallel && x.dim() > 2) {
+    BRAID_CHECK_EQ(x.size(0) % num_ranks(options), 0,
+                   "row_parallel_linear: x of 3 or more dims, dim 0 modulo the ranks and 0");
+  }
+  return RowLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
+}
+
+void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
+  if (dw.scalar_type() == dy.scalar_type() && !at::isReducedFloatingType(dy.scalar_type())) {
+    if (accumulate) {
+      dw.addmm_(dy.t(), x);
+    } else {
+      at::mm_out(dw, dy.t(), x);
+    }
+    return;
+  }
+  at::Tensor sum =
+      dw.scalar_type() == at::kFloat ? dw : at::zeros(dw.sizes(), dw.options().dtype(at::kFloat));
+  if (sum.is_same(dw) && !accumulate) sum.zero_();
+  for (std::int64_t begin = 0; begin < dy.size(0); begin += kTileRows) {
+    const auto length = std::min(kTileRows, dy.size(0) - begin);
+    sum.addmm_(dy.narrow(0, begin, length).to(at::kFloat).t(),
+               x.narrow(0, begin, length).to(at::kFloat));
+  }
+  if (sum.is_same(dw)) return;
+  if (accumulate) {
+    dw.add_(sum);
+  } else {
+    dw.copy_(sum);
+  }
+}
+
+}  // namespace braid
