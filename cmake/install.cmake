@@ -2,15 +2,19 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 install(TARGETS braid EXPORT braidTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(TARGETS torch_cpu_only EXPORT braidTargets)
 install(DIRECTORY src/braid DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 install(EXPORT braidTargets DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/braid NAMESPACE braid::)
 file(WRITE ${PROJECT_BINARY_DIR}/braidConfig.cmake
 "include(CMakeFindDependencyMacro)
 find_dependency(nlohmann_json)
 find_dependency(Threads)
+if(NOT TARGET torch_cpu_only)
+  set(BRAID_TORCH_DIR \"${BRAID_TORCH_DIR}\" CACHE PATH \"The torch package that holds include/ and lib/\")
+  include(\${CMAKE_CURRENT_LIST_DIR}/torch.cmake)
+  add_library(braid::torch ALIAS torch_cpu_only)
+endif()
 include(\${CMAKE_CURRENT_LIST_DIR}/braidTargets.cmake)
 ")
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/braidConfigVersion.cmake COMPATIBILITY SameMinorVersion)
-install(FILES ${PROJECT_BINARY_DIR}/braidConfig.cmake ${PROJECT_BINARY_DIR}/braidConfigVersion.cmake
+install(FILES cmake/torch.cmake ${PROJECT_BINARY_DIR}/braidConfig.cmake ${PROJECT_BINARY_DIR}/braidConfigVersion.cmake
         DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/braid)

@@ -32,7 +32,7 @@ for file in "${code[@]}"; do
   [ "$lines" -lt "$max_lines" ] || complain "$file: $lines lines, expected less than $max_lines"
   first=$(sed -n '1{/^#!/d};p;q' "$file")
   [ -n "$first" ] || first=$(sed -n 2p "$file")
-  [[ $first =~ ^(//|#)\ ?[^\ ] ]] || complain "$file: does not begin with a comment that says its purpose"
+  [[ $first =~ ^(//|#|\"\"\")\ ?[^\ ] ]] || complain "$file: does not begin with a comment that says its purpose"
 done
 
 for ((i = 0; i < ${#rooms[@]}; i++)); do

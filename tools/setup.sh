@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(g++ cmake ninja-build python3-venv clang-format libcli11-dev nlohmann-json3-dev libfmt-dev
-  libspdlog-dev libgtest-dev libgmock-dev libbenchmark-dev libgloo-dev)
+packages=(g++ cmake ninja-build python3-venv clang-format libcli11-dev nlohmann-json3-dev
+  libgtest-dev libgmock-dev libgloo-dev)
 requirements=requirements.txt
 [ "${1:-}" = test ] && requirements=requirements-test.txt
 

@@ -81,8 +81,8 @@ TEST(AdamW, GoesOnBitForBitFromItsState) {
   AdamW after(second, golden_config("cosine"));
   for (std::size_t i = 0; i < 2; ++i) {
     second[i].main.detach().copy_(first[i].main);
-    after.exp_avg(i).copy_(before.exp_avg(i));
-    after.exp_avg_sq(i).copy_(before.exp_avg_sq(i));
+    after.exp_avg()[i].copy_(before.exp_avg()[i]);
+    after.exp_avg_sq()[i].copy_(before.exp_avg_sq()[i]);
   }
   after.set_num_steps(before.num_steps());
   run_golden_steps(second, 4, 10, after);

@@ -4,12 +4,11 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
-#include <stdexcept>
+#include <iterator>
 #include <string>
-#include <system_error>
 #include <vector>
 
 namespace braid::test {
@@ -21,10 +20,7 @@ class TemporaryFolder {
     if (mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp: " + name);
     path_ = name;
   }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
+  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
 
@@ -54,10 +50,20 @@ std::string value_error(Call call) {
   return {};
 }
 
+/// What the error that `call` throws says; empty when it throws none.
+template <class Error, class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what_without_backtrace();
+  }
+  return {};
+}
+
 inline std::string read_text(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 inline void write_text(const std::string& path, const std::string& text) {
@@ -71,17 +77,6 @@ inline std::vector<std::string> names_in(const std::string& folder) {
     names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   return names;
-}
-
-/// The text of the exception that fn throws; empty when it throws none.
-template <class Error, class F>
-std::string error_of(F&& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
 }
 
 }  // namespace braid::test

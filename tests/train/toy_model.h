@@ -2,7 +2,7 @@
 // index.
 #pragma once
 
-#include <deque>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -53,18 +53,20 @@ class ToyModel {
     add({whole("model.norm.weight", {shape.hidden})});
     if (!shape.tied)
       add({rows("lm_head.weight", {shape.vocab, shape.hidden}, split_rows(shape.vocab, size))}, 1);
+    optimizer_ = std::make_unique<AdamW>(parameters_, TrainConfig{});
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      optimizer_->exp_avg()[i].fill_(-1);
+      optimizer_->exp_avg_sq()[i].fill_(-1);
+    }
   }
 
-  std::vector<Parameter*> parameters() {
-    std::vector<Parameter*> result;
-    for (Parameter& parameter : parameters_) result.push_back(&parameter);
-    return result;
-  }
-  OptimizerTensors& optimizer() { return optimizer_; }
+  std::vector<Parameter>& parameters() { return parameters_; }
+  AdamW& optimizer() { return *optimizer_; }
 
   /// Gives every slice its part of whole_values(); main weights of a bf16 model are not their
   /// roundings, so that mixing them up shows.
   void fill() {
+    optimizer_->set_num_steps(19);
     each_slice([](const at::Tensor& slice, const at::Tensor& expected) { slice.copy_(expected); });
   }
 
@@ -122,8 +124,6 @@ class ToyModel {
     parameter.value = at::full(shape, -1, dtype_).requires_grad_();
     parameter.main = dtype_ == at::kFloat ? parameter.value : at::full(shape, -1, at::kFloat);
     parameter.parts = std::move(parts);
-    optimizer_.exp_avg.push_back(at::full(shape, -1, at::kFloat));
-    optimizer_.exp_avg_sq.push_back(at::full(shape, -1, at::kFloat));
   }
 
   template <class F>
@@ -141,8 +141,8 @@ class ToyModel {
              part.dim < 0 ? expected : expected.narrow(part.dim, part.begin, part.length));
         };
         visit(parameter.value, 0);
-        visit(optimizer_.exp_avg[i], 1);
-        visit(optimizer_.exp_avg_sq[i], 2);
+        visit(optimizer_->exp_avg()[i], 1);
+        visit(optimizer_->exp_avg_sq()[i], 2);
         if (dtype_ != at::kFloat) visit(parameter.main, 3);
         row += num_rows;
       }
@@ -152,8 +152,8 @@ class ToyModel {
   int rank_, size_;
   at::ScalarType dtype_;
   ToyShape shape_;
-  std::deque<Parameter> parameters_;
-  OptimizerTensors optimizer_;
+  std::vector<Parameter> parameters_;
+  std::unique_ptr<AdamW> optimizer_;
   std::string current_;
 };
 

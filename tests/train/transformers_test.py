@@ -1,7 +1,5 @@
-"""transformers reads a checkpoint that two ranks wrote: every tensor, and the logits, are those of the made-up weights.
-
-Usage: transformers_test.py WRITE_CHECKPOINT
-"""
+# transformers reads a checkpoint that two ranks wrote: every tensor, and the logits, are those of the made-up weights.
+# Usage: transformers_test.py WRITE_CHECKPOINT
 import os
 import subprocess
 import sys

@@ -34,6 +34,8 @@ int main(int argc, char** argv) {
   CLI::App app{"Tensor-parallel training with communication woven into its matmuls.", "braid"};
   app.set_version_flag("--version", "braid " BRAID_VERSION);
   braid::cli::Body body;
+  braid::cli::add_train(app, body);
+  braid::cli::add_bench(app, body);
   braid::cli::add_launch(app, body);
   try {
     app.parse(argc, argv);

@@ -21,6 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kGraceAfterLoss{500};
 constexpr std::chrono::milliseconds kGraceAfterInterrupt{5000};
+constexpr int kCallersError = 2;                          // a rank's exit code
 constexpr std::chrono::milliseconds kStoreTimeout{1000};  // of a report: the store is on this host
 
 std::string report_key(int rank) { return fmt::format("braid/report/{}", rank); }
@@ -77,7 +78,7 @@ struct Rank {
   bool running = true;
   int status = 0;       // as waitpid gives it
   int ending_with = 0;  // the last signal that we sent
-  bool exited_with_error() const { return WIFEXITED(status) && WEXITSTATUS(status) != 0; }
+  int exit_code() const { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
   bool killed_by_others() const {
     return WIFSIGNALED(status) && WTERMSIG(status) != ending_with &&
            !(ending_with == SIGKILL && WTERMSIG(status) == SIGTERM);
@@ -122,28 +123,38 @@ class Supervisor {
 
   /// Says what went wrong, once; returns the launcher's exit code.
   int conclude(c10d::Store& store) const {
-    const auto cause = std::find_if(ended_.begin(), ended_.end(),
-                                    [&](auto i) { return ranks_[i].killed_by_others(); });
-    if (cause != ended_.end() && interrupted_ == 0) {
-      const int signal = WTERMSIG(ranks_[*cause].status);
-      say_reports(store, false);
-      say(fmt::format("rank {} (pid {}) was killed by signal {} ({}); the run has ended", *cause,
-                      ranks_[*cause].pid, signal, strsignal(signal)));
+    const auto first = [&](auto is_cause) {
+      const auto i = std::find_if(ended_.begin(), ended_.end(),
+                                  [&](auto rank) { return is_cause(ranks_[rank]); });
+      return i == ended_.end() ? std::optional<std::size_t>() : *i;
+    };
+    const auto name = [&](std::size_t i) {
+      return fmt::format("rank {} (pid {})", i, ranks_[i].pid);
+    };
+    if (const auto i = first([](const Rank& rank) { return rank.killed_by_others(); });
+        i && interrupted_ == 0) {
+      say_reports(store);
+      const int signal = WTERMSIG(ranks_[*i].status);
+      say("{} was killed by signal {} ({}); the run has ended", name(*i), signal,
+          strsignal(signal));
       return 1;
     }
-    for (bool callers_error : {true, false}) {
-      for (std::size_t i : ended_) {
-        if (!ranks_[i].exited_with_error()) continue;
-        const int code = WEXITSTATUS(ranks_[i].status);
-        if (callers_error != (code == 2)) continue;
-        if (!say_reports(store, callers_error) || !callers_error) {
-          say(fmt::format("rank {} (pid {}) exited with code {}; the run has ended", i,
-                          ranks_[i].pid, code));
-        }
-        return code;
+    if (const auto i = first([](const Rank& rank) { return rank.exit_code() == kCallersError; })) {
+      if (const auto text = report_of(store, *i); !text.empty()) {
+        say("{}", text);
+      } else {
+        say("{} exited with code {}; the run has ended", name(*i), kCallersError);
       }
+      return kCallersError;
     }
-    return interrupted_ == 0 || all_succeeded() ? 0 : 128 + interrupted_;
+    if (const auto i = first([](const Rank& rank) { return rank.exit_code() > 0; })) {
+      say_reports(store);
+      say("{} exited with code {}; the run has ended", name(*i), ranks_[*i].exit_code());
+      return ranks_[*i].exit_code();
+    }
+    const bool all_succeeded = std::all_of(ranks_.begin(), ranks_.end(),
+                                           [](const Rank& rank) { return rank.status == 0; });
+    return interrupted_ == 0 || all_succeeded ? 0 : 128 + interrupted_;
   }
 
  private:
@@ -191,26 +202,26 @@ class Supervisor {
     }
   }
 
-  bool all_succeeded() const {
-    return std::all_of(ranks_.begin(), ranks_.end(),
-                       [](const Rank& rank) { return rank.status == 0; });
+  template <class... Parts>
+  static void say(fmt::format_string<Parts...> text, Parts&&... parts) {
+    fmt::print(stderr, "braid: error: {}\n", fmt::format(text, std::forward<Parts>(parts)...));
   }
 
-  static void say(const std::string& text) { fmt::print(stderr, "braid: error: {}\n", text); }
+  /// What the rank left with report_to_launcher; empty if nothing.
+  static std::string report_of(c10d::Store& store, std::size_t i) {
+    const auto key = report_key(static_cast<int>(i));
+    return store.check({key}) ? store.get_to_str(key) : std::string();
+  }
 
-  /// Each text that a rank left, once; of caller's errors only the first. False when there is none.
-  bool say_reports(c10d::Store& store, bool callers_error) const {
-    std::vector<std::string> said;
+  /// Says each text that a rank left, once.
+  void say_reports(c10d::Store& store) const {
+    std::vector<std::string> said{""};
     for (std::size_t i : ended_) {
-      const auto key = report_key(static_cast<int>(i));
-      if (!store.check({key})) continue;
-      const auto text = store.get_to_str(key);
+      const auto text = report_of(store, i);
       if (std::find(said.begin(), said.end(), text) != said.end()) continue;
       said.push_back(text);
-      say(callers_error ? text : fmt::format("rank {}: {}", i, text));
-      if (callers_error) break;
+      say("rank {}: {}", i, text);
     }
-    return !said.empty();
   }
 
   Signals signals_;
@@ -236,7 +247,7 @@ int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
 }
 
 bool report_to_launcher(const Place& place, const std::string& text) noexcept {
-  if (!place.launched || place.world_size == 1) return false;
+  if (!place.launched) return false;
   try {
     connect_store(place, kStoreTimeout)->set(report_key(place.rank), text);
     return true;

@@ -62,8 +62,9 @@ void fill_torchrun(Place& place) {
   place.store_hosted = text_of("TORCHELASTIC_USE_AGENT_STORE") == "True";
   place.launched = text_of("BRAID_LAUNCHED") == "1";
   place.run = text_of("TORCHELASTIC_RUN_ID");
-  if (place.world_size > 1) required("MASTER_PORT", "WORLD_SIZE");
-  BRAID_CHECK(place.world_size <= 1 || !text_of("MASTER_ADDR").empty(),
+  const bool meets = place.world_size > 1 || place.store_hosted;
+  if (meets) required("MASTER_PORT", "WORLD_SIZE");
+  BRAID_CHECK(!meets || !text_of("MASTER_ADDR").empty(),
               "MASTER_ADDR is missing, but WORLD_SIZE is ", place.world_size);
 }
 
@@ -137,7 +138,7 @@ void check(const Place& p) {
   BRAID_CHECK(
       p.local_world_size <= p.world_size && p.local_rank <= p.rank, got,
       ": there can't be more ranks on this host than in all (LOCAL_WORLD_SIZE, WORLD_SIZE)");
-  if (p.world_size == 1) return;
+  if (p.world_size == 1 && !p.store_hosted) return;
   BRAID_CHECK(!p.master_addr.empty(), got,
               ": MASTER_ADDR is missing. HINT: set it to the host of rank 0");
   BRAID_CHECK(p.master_port >= 1 && p.master_port <= 65535, "MASTER_PORT is ", p.master_port,
@@ -192,7 +193,7 @@ Place place_from_environment() {
 
 c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
                                               std::chrono::milliseconds timeout) {
-  if (place.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
+  if (place.world_size == 1 && !place.store_hosted) return c10::make_intrusive<c10d::HashStore>();
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(place.master_port);
   options.isServer = place.rank == 0 && !place.store_hosted;

@@ -29,7 +29,7 @@ struct Place {
 Place place_from_environment();
 
 /// Connects to the store where the run's ranks meet; rank 0 hosts it where no launcher does. In
-/// memory for a single rank.
+/// memory for a single rank without a launcher.
 ///   Errors   DistBackendError within `timeout`: the store can't be reached, or is another run's
 c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
                                               std::chrono::milliseconds timeout);

@@ -81,19 +81,21 @@ pid_t spawn(const std::string& program, std::vector<std::string> arguments,
   std::vector<std::string> lines;
   for (const auto& [name, value] : environment) lines.push_back(name + "=" + value);
   const auto argv = pointers(arguments), envp = pointers(lines);
+  // A process in the background that read from the terminal would be stopped.
+  const int null = ::isatty(STDIN_FILENO) != 0 ? ::open("/dev/null", O_RDONLY | O_CLOEXEC) : -1;
   int failure[2];
   TORCH_CHECK(::pipe2(failure, O_CLOEXEC) == 0, "can't make a pipe: ", std::strerror(errno));
   const pid_t parent = ::getpid();
   const pid_t pid = ::fork();
   if (pid == 0) {
     // Only async-signal-safe calls here: the parent may have threads.
-    ::setpgid(
-        0,
-        0);  // its own children can be ended with it; the terminal's signals come from the launcher
+    // Its own children can be ended with it, and the terminal's signals come from the launcher.
+    ::setpgid(0, 0);
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != parent) ::_exit(1);  // it died before prctl
-    if (output >= 0 && (::dup2(output, STDOUT_FILENO) < 0 || ::dup2(output, STDERR_FILENO) < 0))
-      ::_exit(1);
+    if (null >= 0 && ::dup2(null, STDIN_FILENO) < 0) ::_exit(1);
+    if (output >= 0 && ::dup2(output, STDOUT_FILENO) < 0) ::_exit(1);
+    if (output >= 0 && ::dup2(output, STDERR_FILENO) < 0) ::_exit(1);
     ::sigprocmask(SIG_SETMASK, &mask, nullptr);
     ::execvpe(program.c_str(), argv.data(), envp.data());
     const int error = errno;
@@ -101,9 +103,10 @@ pid_t spawn(const std::string& program, std::vector<std::string> arguments,
     ::_exit(127);
   }
   int error = errno;
+  if (null >= 0) ::close(null);
   ::close(failure[1]);
-  const bool runs = pid > 0 && ::read(failure[0], &error, sizeof error) ==
-                                   0;  // end of file: the pipe closed on exec
+  // End of file: exec has closed the pipe.
+  const bool runs = pid > 0 && ::read(failure[0], &error, sizeof error) == 0;
   ::close(failure[0]);
   TORCH_CHECK(pid > 0, "can't start a process: ", std::strerror(error));
   if (!runs) ::waitpid(pid, nullptr, 0);

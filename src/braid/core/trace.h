@@ -28,6 +28,12 @@ enum class Kind : std::uint8_t { compute, copy, wait };
 struct Totals {
   std::array<double, 3> seconds{};  // by Kind
   std::int64_t calls = 0;
+
+  Totals& operator+=(const Totals& other) {
+    for (std::size_t kind = 0; kind < seconds.size(); ++kind) seconds[kind] += other.seconds[kind];
+    calls += other.calls;
+    return *this;
+  }
   double compute_s() const { return seconds[0]; }
   double exposed_s() const { return seconds[1] + seconds[2]; }
 };

@@ -71,6 +71,10 @@ class Transformer {
   std::vector<Parameter>& parameters() { return parameters_; }
   const LlamaConfig& config() const { return config_; }
 
+  /// The mode of the tensor-parallel matmuls from now on; between a step's backward and the next forward.
+  const MatmulOptions& matmul() const { return options_.matmul; }
+  void set_matmul(const MatmulOptions& matmul) { options_.matmul = matmul; }
+
  private:
   struct Layer {  // positions in parameters_
     std::size_t input_norm, qkv, o, post_norm, gate_up, down;

@@ -16,17 +16,17 @@
 namespace braid {
 namespace checkpoint_files {
 
-std::vector<PartPlace> places_of(const std::vector<Parameter*>& parameters) {
+std::vector<PartPlace> places_of(const std::vector<Parameter>& parameters) {
   std::vector<PartPlace> places;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     std::int64_t row = 0;
-    for (const Part& part : parameters[i]->parts) {
+    for (const Part& part : parameters[i].parts) {
       const std::int64_t num_rows = part.dim == 0 ? part.length : part.shape.at(0);
       places.push_back({i, &part, row, num_rows});
       row += num_rows;
     }
-    TORCH_INTERNAL_ASSERT(row <= parameters[i]->value.size(0), "the parts of ", parameters[i]->name,
-                          " have ", row, " rows, its value ", parameters[i]->value.size(0));
+    TORCH_INTERNAL_ASSERT(row <= parameters[i].value.size(0), "the parts of ", parameters[i].name,
+                          " have ", row, " rows, its value ", parameters[i].value.size(0));
   }
   return places;
 }
@@ -39,7 +39,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using namespace checkpoint_files;  // NOLINT: their names
 
-constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kOutput = "lm_head.weight";  // absent where it is tied to the embedding
 
 std::string read_text(const fs::path& path) {
@@ -74,8 +73,7 @@ T number(const json& object, const char* key, const fs::path& path) {
   return found->get<T>();
 }
 
-TrainerState read_state(const fs::path& path) {
-  const json object = read_json(path);
+TrainerState parse_state(const json& object, const fs::path& path) {
   const int version = number<int>(object, "format_version", path);
   BRAID_CHECK(version == kFormatVersion, path.string(), " has format version ", version,
               ", this braid reads version ", kFormatVersion);
@@ -145,7 +143,9 @@ Checkpoint::Checkpoint(const std::string& path) : folder_(find_folder(path)) {
   const fs::path folder(folder_);
   std::error_code ignored;
   if (fs::exists(folder / kState, ignored)) {
-    state_ = read_state(folder / kState);
+    const json state = read_json(folder / kState);
+    state_ = parse_state(state, folder / kState);
+    optimizer_steps_ = number<std::int64_t>(state, "optimizer_steps", folder / kState);
     optimizer_.emplace(folder / kOptimizer);
   }
   config_json_ = read_json(folder / kConfig);
@@ -179,23 +179,18 @@ bool Checkpoint::is_tied() const {
   return found != config_json_.end() && found->is_boolean() && found->get<bool>();
 }
 
-std::string Checkpoint::stored_name(const std::string& name) const {
-  const bool is_alias = name == kOutput && file_index_.count(name) == 0 && is_tied();
-  return is_alias ? kEmbedding : name;
-}
-
 const SafetensorsFile& Checkpoint::file_of(const std::string& name) const {
   return files_[file_index_.at(name)];
 }
 
-void Checkpoint::check(const std::vector<Parameter*>& parameters) const {
+void Checkpoint::check(const std::vector<Parameter>& parameters) const {
   std::vector<std::string> missing, unexpected;
   std::set<std::string> wanted;
   const std::vector<PartPlace> places = places_of(parameters);
   for (const PartPlace& place : places) {
-    const std::string name = stored_name(place.part->name);
+    const std::string& name = place.part->name;
     wanted.insert(name);
-    if (file_index_.count(name) == 0) missing.push_back(place.part->name);
+    if (file_index_.count(name) == 0) missing.push_back(name);
   }
   for (const auto& [name, file] : file_index_) {
     const bool is_harmless =
@@ -208,13 +203,11 @@ void Checkpoint::check(const std::vector<Parameter*>& parameters) const {
       missing.empty() || unexpected.empty() ? "" : "; it ",
       unexpected.empty() ? "" : "has " + listed(unexpected) + ", which the model does not have");
   for (const PartPlace& place : places) {
-    const std::string name = stored_name(place.part->name);
-    check_tensor(file_of(name), name, *place.part);
+    check_tensor(file_of(place.part->name), place.part->name, *place.part);
   }
 }
 
-void Checkpoint::load(const std::vector<Parameter*>& parameters,
-                      OptimizerTensors* optimizer) const {
+void Checkpoint::load(std::vector<Parameter>& parameters, AdamW* optimizer) const {
   check(parameters);
   const std::vector<PartPlace> places = places_of(parameters);
   const SafetensorsFile* moments = optimizer != nullptr && optimizer_ ? &*optimizer_ : nullptr;
@@ -222,8 +215,6 @@ void Checkpoint::load(const std::vector<Parameter*>& parameters,
     return moments != nullptr && moments->tensors().count(kMainPrefix + part.name) == 1;
   };
   if (moments != nullptr) {
-    BRAID_CHECK_EQ(optimizer->exp_avg.size(), parameters.size(), "number of first moments");
-    BRAID_CHECK_EQ(optimizer->exp_avg_sq.size(), parameters.size(), "number of second moments");
     for (const PartPlace& place : places) {
       const Part& part = *place.part;
       check_tensor(*moments, kFirstMomentPrefix + part.name, part);
@@ -233,25 +224,26 @@ void Checkpoint::load(const std::vector<Parameter*>& parameters,
   }
 
   const at::NoGradGuard no_grad;
+  if (moments != nullptr) optimizer->set_num_steps(optimizer_steps_);
   for (const PartPlace& place : places) {
     const Part& part = *place.part;
-    const Parameter& parameter = *parameters[place.parameter];
+    const Parameter& parameter = parameters[place.parameter];
     const auto copy = [&](const at::Tensor& target, const SafetensorsFile& file,
                           const std::string& name) {
       const at::Tensor whole = file.tensor(name);
       place.slice(target).copy_(part.dim < 0 ? whole
                                              : whole.narrow(part.dim, part.begin, part.length));
     };
-    const std::string name = stored_name(part.name);
     if (has_main(part)) {
       copy(parameter.main, *moments, kMainPrefix + part.name);
     } else {
-      copy(parameter.main, file_of(name), name);
+      copy(parameter.main, file_of(part.name), part.name);
     }
-    if (!parameter.value.is_alias_of(parameter.main)) copy(parameter.value, file_of(name), name);
+    if (!parameter.value.is_alias_of(parameter.main))
+      copy(parameter.value, file_of(part.name), part.name);
     if (moments == nullptr) continue;
-    copy(optimizer->exp_avg[place.parameter], *moments, kFirstMomentPrefix + part.name);
-    copy(optimizer->exp_avg_sq[place.parameter], *moments, kSecondMomentPrefix + part.name);
+    copy(optimizer->exp_avg()[place.parameter], *moments, kFirstMomentPrefix + part.name);
+    copy(optimizer->exp_avg_sq()[place.parameter], *moments, kSecondMomentPrefix + part.name);
   }
 }
 

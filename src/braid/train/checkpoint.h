@@ -30,6 +30,7 @@
 
 #include "braid/comm/group.h"
 #include "braid/layers/parameter.h"
+#include "braid/train/optimizer.h"
 #include "braid/train/safetensors.h"
 
 namespace braid {
@@ -43,11 +44,6 @@ struct TrainerState {
   nlohmann::json tuner = nlohmann::json::object();   // its choices
 };
 
-/// Moments of AdamW, one a parameter, f32 and of its value's shape.
-struct OptimizerTensors {
-  std::vector<at::Tensor> exp_avg, exp_avg_sq;
-};
-
 /// Writes <dir>/iter_<iteration> and makes it the latest; see NOTE [checkpoint folder].
 ///   config_json  the model's config.json
 ///   Order   collective over all ranks: the tp groups gather tensor by tensor (one whole tensor in
@@ -56,7 +52,7 @@ struct OptimizerTensors {
 ///   Errors  c10::Error, the same on every rank: folder or file, and the system's reason; nothing
 ///   of this save is left
 void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
-                     const std::vector<Parameter*>& parameters, const OptimizerTensors& optimizer,
+                     const std::vector<Parameter>& parameters, const AdamW& optimizer,
                      const TrainerState& state, const nlohmann::json& config_json);
 
 /// Checks, without writing, that checkpoints can be saved in `dir`: it is or can become a writable
@@ -86,23 +82,22 @@ class Checkpoint {
   /// Checks the model against the checkpoint.
   /// Errors: ValueError: missing and unexpected tensors by name; tensor, file and both shapes where
   /// they differ.
-  void check(const std::vector<Parameter*>& parameters) const;
+  void check(const std::vector<Parameter>& parameters) const;
 
   /// Checks, then copies this rank's slices into value and main of each parameter and, where the
-  /// run's state is there and `optimizer` is given, into its moments. Weights are converted to the
+  /// run's state is there and `optimizer` is given, into its moments and number of steps. Weights are converted to the
   /// parameters' types. Errors: as check(), also for the optimizer's tensors, before anything is
   /// changed.
-  void load(const std::vector<Parameter*>& parameters, OptimizerTensors* optimizer) const;
+  void load(std::vector<Parameter>& parameters, AdamW* optimizer) const;
 
  private:
   bool is_tied() const;
-  // Under which name the weights of a part are stored.
-  std::string stored_name(const std::string& name) const;
   const SafetensorsFile& file_of(const std::string& name) const;
 
   std::string folder_;
   nlohmann::json config_json_;
   std::optional<TrainerState> state_;
+  std::int64_t optimizer_steps_ = 0;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, std::size_t> file_index_;  // of the weights, by tensor name
   std::optional<SafetensorsFile> optimizer_;

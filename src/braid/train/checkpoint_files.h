@@ -47,6 +47,6 @@ struct PartPlace {
 
 /// The parts of all parameters in order. A value may have more rows than its parts (a padded
 /// vocabulary).
-std::vector<PartPlace> places_of(const std::vector<Parameter*>& parameters);
+std::vector<PartPlace> places_of(const std::vector<Parameter>& parameters);
 
 }  // namespace braid::checkpoint_files

@@ -215,10 +215,8 @@ void discard_partial_checkpoint(const std::string& dir) noexcept {
 }
 
 void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
-                     const std::vector<Parameter*>& parameters, const OptimizerTensors& optimizer,
+                     const std::vector<Parameter>& parameters, const AdamW& optimizer,
                      const TrainerState& state, const json& config_json) {
-  BRAID_CHECK_EQ(optimizer.exp_avg.size(), parameters.size(), "number of first moments");
-  BRAID_CHECK_EQ(optimizer.exp_avg_sq.size(), parameters.size(), "number of second moments");
   const std::vector<PartPlace> places = places_of(parameters);
 
   // What goes into each file, in the order in which it is gathered.
@@ -231,15 +229,15 @@ void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
   for (std::size_t i = 0; i < places.size(); ++i) {
     const PartPlace& place = places[i];
     const Part& part = *place.part;
-    const Parameter& parameter = *parameters[place.parameter];
+    const Parameter& parameter = parameters[place.parameter];
     const auto add = [&](std::vector<Item>& items, const std::string& prefix,
                          const at::Tensor& tensor) {
       items.push_back(
           {{prefix + part.name, tensor.scalar_type(), part.shape}, i, place.slice(tensor)});
     };
     add(weights, "", parameter.value);
-    add(moments, kFirstMomentPrefix, optimizer.exp_avg[place.parameter]);
-    add(moments, kSecondMomentPrefix, optimizer.exp_avg_sq[place.parameter]);
+    add(moments, kFirstMomentPrefix, optimizer.exp_avg()[place.parameter]);
+    add(moments, kSecondMomentPrefix, optimizer.exp_avg_sq()[place.parameter]);
     if (parameter.value.scalar_type() != at::kFloat) add(moments, kMainPrefix, parameter.main);
   }
 
@@ -275,6 +273,7 @@ void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
                        {"iteration", state.iteration},
                        {"consumed_samples", state.consumed_samples},
                        {"seed", state.seed},
+                       {"optimizer_steps", optimizer.num_steps()},
                        {"config", state.config},
                        {"tuner", state.tuner}};
     write_file_atomically(*partial / kConfig, config_json.dump(2) + "\n");

@@ -1,4 +1,5 @@
 // Checks of the trainer's settings against each other, the world and the file system.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -149,6 +150,10 @@ void complete_recomputation(TrainConfig& c) {
               c.recompute_num_layers, " is above --num-layers ", c.num_layers);
 }
 
+bool allowed(const fs::path& path, int what) {
+  return faccessat(AT_FDCWD, path.c_str(), what, AT_EACCESS) == 0;
+}
+
 // The folder at `path` can be made or written.
 void check_writable_folder(const char* flag, const fs::path& path) {
   auto existing = fs::absolute(path).lexically_normal();
@@ -157,7 +162,7 @@ void check_writable_folder(const char* flag, const fs::path& path) {
     existing = existing.parent_path();
   BRAID_CHECK(fs::is_directory(existing, error), flag, " ", path.string(), ": ", existing.string(),
               " is not a folder");
-  BRAID_CHECK(access(existing.c_str(), W_OK | X_OK) == 0, flag, " ", path.string(),
+  BRAID_CHECK(allowed(existing, W_OK | X_OK), flag, " ", path.string(),
               ": no permission to write in ", existing.string());
 }
 
@@ -166,7 +171,7 @@ void check_readable(const char* flag, const std::string& path, bool folder) {
   BRAID_CHECK(fs::exists(path, error), flag, " ", path, ": no such file or folder");
   const bool is_folder = fs::is_directory(path, error);
   BRAID_CHECK(!folder || is_folder, flag, " ", path, ": is not a folder");
-  BRAID_CHECK(access(path.c_str(), is_folder ? R_OK | X_OK : R_OK) == 0, flag, " ", path,
+  BRAID_CHECK(allowed(path, is_folder ? R_OK | X_OK : R_OK), flag, " ", path,
               ": no permission to read");
 }
 

@@ -60,11 +60,9 @@ void add_flag(CLI::App& app, TrainConfig& config, const Flag& flag, const std::s
 
 void refuse(const RefusedFlag& flag, const TrainConfig& config, const std::string& value) {
   if (flag.takes_value && value == flag.harmless) return;
-  std::string text =
-      "--" + flag.name + (flag.takes_value ? " " + value : "") + " is not available: " + flag.why;
-  if (flag.excludes_coc)
-    text += std::string("; it excludes --use-coc, which is ") + (config.use_coc ? "on" : "off");
-  BRAID_CHECK(false, text);
+  BRAID_CHECK(
+      false, "--", flag.name, flag.takes_value ? " " : "", value, " is refused: ", flag.why,
+      flag.excludes_coc && config.use_coc ? ", and it excludes --use-coc, which is on" : "");
 }
 
 // Insertions, deletions and replacements that turn a into b.

@@ -91,18 +91,22 @@ std::int64_t collect_files(const fs::path& folder, std::vector<fs::path>& files)
 // Appends the file's bytes; false, with `text` as it was, where it can't be read or is binary.
 bool append_text(const fs::path& path, std::vector<std::uint8_t>& text) {
   std::error_code error;
-  const auto bytes = fs::file_size(path, error);
+  const auto num_bytes = fs::file_size(path, error);
   std::ifstream file(path, std::ios::binary);
   if (error || !file) return false;
   const auto begin = text.size();
-  text.resize(begin + bytes);
-  file.read(reinterpret_cast<char*>(text.data() + begin), static_cast<std::streamsize>(bytes));
-  const auto num_read = static_cast<std::size_t>(file.gcount());
-  const auto* const probe = text.data() + begin;
-  const bool good = !file.bad() && std::find(probe, probe + std::min(num_read, kBinaryProbeBytes),
-                                             0) == probe + std::min(num_read, kBinaryProbeBytes);
-  text.resize(good ? begin + num_read : begin);
-  return good;
+  const auto read_up_to = [&](std::size_t end) {
+    auto at = text.size();
+    text.resize(end);
+    file.read(reinterpret_cast<char*>(text.data() + at), static_cast<std::streamsize>(end - at));
+    text.resize(at + static_cast<std::size_t>(file.gcount()));
+  };
+  read_up_to(begin + std::min<std::size_t>(num_bytes, kBinaryProbeBytes));
+  const bool binary =
+      std::find(text.begin() + static_cast<std::ptrdiff_t>(begin), text.end(), 0) != text.end();
+  if (!binary && file) read_up_to(begin + num_bytes);
+  if (binary || file.bad()) text.resize(begin);
+  return !binary && !file.bad();
 }
 
 template <class T>

@@ -83,8 +83,8 @@ AdamW::AdamW(std::vector<Parameter>& parameters, const TrainConfig& config)
       eps_(config.adam_eps),
       weight_decay_(config.weight_decay) {
   for (const auto& p : parameters_) {
-    exp_avgs_.push_back(at::zeros(p.main.sizes(), at::kFloat));
-    exp_avg_sqs_.push_back(at::zeros(p.main.sizes(), at::kFloat));
+    exp_avg_.push_back(at::zeros(p.main.sizes(), at::kFloat));
+    exp_avg_sq_.push_back(at::zeros(p.main.sizes(), at::kFloat));
   }
 }
 
@@ -102,8 +102,8 @@ void AdamW::step_those(bool weight_decay, double lr) {
     if (parameters_[i].weight_decay != weight_decay) continue;
     weights.push_back(parameters_[i].main);
     grads.push_back(parameters_[i].main_grad);
-    exp_avgs.push_back(exp_avgs_[i]);
-    exp_avg_sqs.push_back(exp_avg_sqs_[i]);
+    exp_avgs.push_back(exp_avg_[i]);
+    exp_avg_sqs.push_back(exp_avg_sq_[i]);
   }
   if (weights.empty()) return;
   const std::vector<at::Tensor> steps(weights.size(), at::scalar_tensor(num_steps_, at::kFloat));

@@ -29,7 +29,7 @@ MainGrads allocate_main_grads(std::vector<Parameter>& parameters);
 ///   Order  collective over tp and dp   Gives  the same bits on every rank of dp, and of tp where
 ///   not sharded
 void reduce_gradients(const MainGrads& grads, const Group& tp, const Group& dp);
-inline constexpr std::int64_t kDpBucketElements = std::int64_t{4} << 20;
+inline constexpr std::int64_t kDpBucketElements = std::int64_t{1} << 20;
 
 /// The 2-norm of the whole model's gradient, after reduce_gradients: sharded parameters count on
 /// every tp rank, the others once (rank 0's). Sums in f64.
@@ -55,10 +55,10 @@ class AdamW {
   /// One step with the main gradients; then value = main in the compute dtype.
   void step(double lr);
 
-  /// State of parameter i, in the order of `parameters`: f32, its main weight's shape. Written in
-  /// place by a checkpoint.
-  at::Tensor& exp_avg(std::size_t i) { return exp_avgs_.at(i); }
-  at::Tensor& exp_avg_sq(std::size_t i) { return exp_avg_sqs_.at(i); }
+  /// The moments, one a parameter in their order: f32, the main weight's shape. A checkpoint saves
+  /// them and writes them in place.
+  const std::vector<at::Tensor>& exp_avg() const { return exp_avg_; }
+  const std::vector<at::Tensor>& exp_avg_sq() const { return exp_avg_sq_; }
   /// Steps done.
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t num_steps) { num_steps_ = num_steps; }
@@ -68,7 +68,7 @@ class AdamW {
 
   std::vector<Parameter>& parameters_;
   double beta1_, beta2_, eps_, weight_decay_;
-  std::vector<at::Tensor> exp_avgs_, exp_avg_sqs_;
+  std::vector<at::Tensor> exp_avg_, exp_avg_sq_;
   std::int64_t num_steps_ = 0;
 };
 

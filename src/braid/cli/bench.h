@@ -1,0 +1,41 @@
+// What `braid bench` measures. All times are seconds, of the slowest rank, the median of interleaved rounds.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "braid/comm/group.h"
+#include "braid/comm/place.h"
+#include "braid/train/config.h"
+
+namespace braid::cli {
+
+/// One way to do the work that is compared.
+struct Candidate {
+  std::string name;
+  std::function<void()> run;
+};
+
+/// Runs all candidates `rounds` times in turn, after one round to warm up, from a barrier each time.
+///   Order  collective   Gives  a time for each candidate, the same on all ranks
+std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
+                                     int rounds);
+
+struct OpCase {
+  std::string op;  // all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce
+  std::int64_t m = 0, n = 0, k = 0;  // of the whole product
+  at::ScalarType dtype = at::kFloat;
+  int rounds = 0;
+  bool json = false;  // one line instead of a table
+};
+/// Measures an operation in every mode beside the matmul alone and the communication alone. Order: collective.
+void bench_op(const OpCase& shape, const Place& place);
+
+/// Measures a training step, with random tokens. Order: collective.   config  validated
+void bench_step(const TrainConfig& config, const Place& place, bool json);
+
+}  // namespace braid::cli

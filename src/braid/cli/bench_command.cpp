@@ -1,0 +1,104 @@
+// braid bench: measures operations and training steps.
+#include <fmt/format.h>
+
+#include <map>
+#include <memory>
+
+#include "braid/cli/bench.h"
+#include "braid/cli/commands.h"
+#include "braid/core/check.h"
+#include "braid/core/log.h"
+
+namespace braid::cli {
+namespace {
+
+void add_bench_ops(CLI::App& bench, Body& body) {
+  struct Flags {
+    OpCase shape;
+    std::string dtype = "f32";
+    int nproc = 0;
+  };
+  static const std::map<std::string, at::ScalarType> kDtypes{
+      {"f32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
+  auto flags = std::make_shared<Flags>();
+  auto* ops = bench.add_subcommand("ops", "time a collective matmul in every mode");
+  ops->add_option("--op", flags->shape.op)
+      ->required()
+      ->check(CLI::IsMember({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}));
+  ops->add_option("--m", flags->shape.m, "rows of the whole product")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  ops->add_option("--n", flags->shape.n, "columns of the whole product")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  ops->add_option("--k", flags->shape.k, "inner dimension of the whole product")
+      ->required()
+      ->check(CLI::PositiveNumber);
+  ops->add_option("--dtype", flags->dtype)
+      ->check(CLI::IsMember({"f32", "bf16", "fp16"}))
+      ->capture_default_str();
+  ops->add_option("--nproc", flags->nproc, "ranks to start on this host")
+      ->check(CLI::PositiveNumber);
+  ops->add_option("--rounds", flags->shape.rounds = 21, "interleaved rounds")
+      ->check(CLI::PositiveNumber);
+  ops->add_flag("--json", flags->shape.json, "one JSON line");
+  ops->callback([flags, &body] {
+    body = [flags] {
+      flags->shape.dtype = kDtypes.at(flags->dtype);
+      const Place place = place_from_environment();
+      const int ranks = place.source.empty() ? flags->nproc : place.world_size;
+      BRAID_CHECK(ranks >= 2, "--nproc is ", ranks,
+                  ", at least 2 ranks have something to communicate");
+      if (const auto code =
+              run_on_ranks(flags->nproc > 0 ? std::optional(flags->nproc) : std::nullopt))
+        return *code;
+      bench_op(flags->shape, place);
+      return 0;
+    };
+  });
+}
+
+void add_bench_step(CLI::App& bench, Body& body) {
+  auto* step = bench.add_subcommand(
+      "step", "time a training step; takes the flags of braid train, and --json");
+  step->prefix_command();
+  step->set_help_flag();
+  step->callback([step, &body] {
+    body = [arguments = step->remaining()] {
+      TrainConfig config;
+      config.train_iters = 10;
+      bool json = false;
+      CLI::App flags{"Times training steps on random tokens; --train-iters of them are measured.",
+                     "braid bench step"};
+      add_flags(flags, config);
+      flags.add_flag("--json", json, "one JSON line");
+      if (const auto text = parse(flags, arguments)) {
+        fmt::print("{}", *text);
+        return 0;
+      }
+      const Place place = place_from_environment();
+      const std::int64_t ranks =
+          place.source.empty() && config.nproc > 0 ? config.nproc : place.world_size;
+      const auto warnings = validate(config, ranks, /*needs_data=*/false);
+      speaks = place.rank == 0;
+      if (!place.launched)
+        for (const auto& text : warnings) warn(text);
+      if (const auto code = run_on_ranks(
+              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt))
+        return *code;
+      bench_step(config, place, json);
+      return 0;
+    };
+  });
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Body& body) {
+  auto* bench = app.add_subcommand("bench", "measure operations (ops) or training steps (step)");
+  bench->require_subcommand(1);
+  add_bench_ops(*bench, body);
+  add_bench_step(*bench, body);
+}
+
+}  // namespace braid::cli

@@ -1,0 +1,142 @@
+// braid bench ops: an operation in every mode, beside the matmul alone and the communication alone.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "braid/cli/bench.h"
+#include "braid/comm/collectives.h"
+#include "braid/core/check.h"
+#include "braid/ops/collective_matmul.h"
+
+namespace braid::cli {
+namespace {
+
+using Op = at::Tensor (*)(const Group&, const at::Tensor&, const at::Tensor&, const MatmulOptions&);
+
+at::Tensor run_all_gather_matmul(const Group& group, const at::Tensor& x, const at::Tensor& w,
+                                 const MatmulOptions& options) {
+  return all_gather_matmul(
+      group, x, w, {}, options,
+      std::vector<std::int64_t>(static_cast<std::size_t>(group.size()), x.size(0)));
+}
+at::Tensor run_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& w,
+                                     const MatmulOptions& options) {
+  return matmul_reduce_scatter(group, x, w, {}, options);
+}
+at::Tensor run_matmul_all_reduce(const Group& group, const at::Tensor& x, const at::Tensor& w,
+                                 const MatmulOptions& options) {
+  return matmul_all_reduce(group, x, w, {}, options);
+}
+
+const std::map<std::string, Op> kOps{{"all_gather_matmul", run_all_gather_matmul},
+                                     {"matmul_reduce_scatter", run_matmul_reduce_scatter},
+                                     {"matmul_all_reduce", run_matmul_all_reduce}};
+
+at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::randn(shape).to(dtype);
+}
+
+nlohmann::json as_json(const OpCase& c, int ranks, const std::vector<Candidate>& candidates,
+                       const std::vector<double>& times, double fused_per_gemm, double efficiency) {
+  nlohmann::json line{
+      {"op", c.op},    {"m", c.m}, {"n", c.n}, {"k", c.k}, {"dtype", c10::toString(c.dtype)},
+      {"ranks", ranks}};
+  for (std::size_t i = 0; i < candidates.size(); ++i) line[candidates[i].name + "_s"] = times[i];
+  line["fused_per_gemm"] = fused_per_gemm;
+  line["overlap_efficiency"] = efficiency;
+  return line;
+}
+
+}  // namespace
+
+std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
+                                     int rounds) {
+  const auto num = static_cast<std::int64_t>(candidates.size());
+  at::Tensor seconds = at::zeros({num, rounds}, at::kDouble);
+  for (int round = -1; round < rounds; ++round) {
+    for (std::int64_t c = 0; c < num; ++c) {
+      barrier(group);
+      const auto begin = std::chrono::steady_clock::now();
+      candidates[static_cast<std::size_t>(c)].run();
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      if (round >= 0) seconds[c][round] = elapsed.count();
+    }
+  }
+  const at::Tensor medians =
+      std::get<0>(all_reduce(group, seconds, ReduceOp::max).median(1)).contiguous();
+  return {medians.const_data_ptr<double>(), medians.const_data_ptr<double>() + num};
+}
+
+void bench_op(const OpCase& c, const Place& place) {
+  const auto store = connect_store(place, env().timeout);
+  share_cores(place, *store);
+  const int ranks = place.world_size;
+  const auto group = Group::create(store, "tp", place.rank, ranks);
+  GroupOptions no_memory;
+  no_memory.shared_memory = false;
+  const auto gloo = Group::create(store, "gloo", place.rank, ranks, no_memory);
+  const Op op = kOps.at(c.op);
+  const bool gathers = c.op == "all_gather_matmul";
+
+  const auto share = [&](std::int64_t whole) {
+    return split_rows(whole, ranks)[static_cast<std::size_t>(place.rank)];
+  };
+  const at::Tensor x =
+      gathers ? random({share(c.m), c.k}, c.dtype) : random({c.m, share(c.k)}, c.dtype);
+  const at::Tensor w =
+      gathers ? random({share(c.n), c.k}, c.dtype) : random({c.n, share(c.k)}, c.dtype);
+  // The matmul alone: this rank's share, uncut, into memory that is there.
+  const at::Tensor x_whole = gathers ? random({c.m, c.k}, c.dtype) : x;
+  at::Tensor y = at::empty({c.m, w.size(0)}, x.options());
+  const at::Tensor partial = random({c.m, c.n}, c.dtype);
+  const auto communicate = [&](const Group& over) {
+    if (gathers)
+      (void)all_gather(over, x);
+    else if (c.op == "matmul_reduce_scatter")
+      (void)reduce_scatter(over, partial);
+    else
+      (void)all_reduce(over, partial);
+  };
+  const auto in_mode = [&](const std::shared_ptr<Group>& over, MatmulOptions options) {
+    return [&, over, options] { (void)op(*over, x, w, options); };
+  };
+  std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
+                                    {"fused", in_mode(group, {Mode::fused})},
+                                    {"auto", in_mode(group, {Mode::automatic})},
+                                    {"serial_shm", in_mode(group, {Mode::serial})}};
+  for (const int chunks : {2, 4, 8})
+    candidates.push_back(
+        {fmt::format("chunked{}", chunks), in_mode(group, {Mode::chunked, chunks})});
+  candidates.push_back({"comm_shm", [&] { communicate(*group); }});
+  candidates.push_back({"serial_gloo", in_mode(gloo, {Mode::serial})});
+  candidates.push_back({"comm_gloo", [&] { communicate(*gloo); }});
+  const std::vector<double> times = time_interleaved(*group, candidates, c.rounds);
+  if (place.rank != 0) return;
+
+  const auto time_of = [&](const std::string& name) {
+    const auto found = std::find_if(candidates.begin(), candidates.end(),
+                                    [&](const auto& x2) { return x2.name == name; });
+    return times[static_cast<std::size_t>(found - candidates.begin())];
+  };
+  const double gemm = time_of("gemm"), serial = time_of("serial_gloo");
+  const auto efficiency = [&](double t) { return 1 - (t - gemm) / (serial - gemm); };
+  if (c.json) {
+    fmt::print("{}\n", as_json(c, ranks, candidates, times, time_of("fused") / gemm,
+                               efficiency(time_of("fused")))
+                           .dump());
+    return;
+  }
+  fmt::print("{} m {} n {} k {} {}, {} ranks, median of {} rounds\n", c.op, c.m, c.n, c.k,
+             c10::toString(c.dtype), ranks, c.rounds);
+  fmt::print("{:<12} {:>10} {:>8} {:>8}\n", "", "ms", "/ gemm", "E");
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    const bool is_part = candidates[i].name == "gemm" || candidates[i].name.starts_with("comm");
+    fmt::print("{:<12} {:>10.3f} {:>8.3f} {:>8}\n", candidates[i].name, 1e3 * times[i],
+               times[i] / gemm, is_part ? "" : fmt::format("{:.3f}", efficiency(times[i])));
+  }
+}
+
+}  // namespace braid::cli

@@ -1,0 +1,47 @@
+// braid train: trains a decoder as the flags say.
+#include <fmt/format.h>
+
+#include <memory>
+
+#include "braid/cli/commands.h"
+#include "braid/comm/place.h"
+#include "braid/core/log.h"
+#include "braid/train/config.h"
+#include "braid/train/run.h"
+
+namespace braid::cli {
+
+void add_train(CLI::App& app, Body& body) {
+  auto* train = app.add_subcommand("train", "train a decoder, split over ranks");
+  train->prefix_command();  // the flag table parses what follows
+  train->set_help_flag();
+  train->callback([train, &body] {
+    body = [arguments = train->remaining()] {
+      TrainConfig config;
+      CLI::App flags{
+          "Trains a Llama-style decoder, split over tensor-parallel and data-parallel ranks.",
+          "braid train"};
+      add_flags(flags, config);
+      if (const auto text = parse(flags, arguments)) {
+        fmt::print("{}", *text);
+        return 0;
+      }
+      const Place place = place_from_environment();
+      const std::int64_t ranks =
+          place.source.empty() && config.nproc > 0 ? config.nproc : place.world_size;
+      const auto warnings = validate(config, ranks);
+      speaks = place.rank == 0;
+      if (!place.launched) {  // the launcher has checked and warned already
+        check_inputs(config);
+        for (const auto& text : warnings) warn(text);
+      }
+      if (const auto code = run_on_ranks(
+              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt))
+        return *code;
+      run_training(config, place);
+      return 0;
+    };
+  });
+}
+
+}  // namespace braid::cli

@@ -1,0 +1,25 @@
+// Makes the groups of a run.
+#include "braid/comm/mesh.h"
+
+#include <fmt/format.h>
+
+#include "braid/core/check.h"
+
+namespace braid {
+
+Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, int tp,
+               GroupOptions options) {
+  BRAID_CHECK(tp >= 1 && world_size % tp == 0, "tensor-parallel size ", tp,
+              " does not divide the number of ranks, ", world_size);
+  Mesh mesh;
+  mesh.world = Group::create(store, "world", rank, world_size, options);
+  const int dp = world_size / tp;
+  // One axis that spans all ranks is the world: one region, one set of connections.
+  mesh.tp = dp == 1 ? mesh.world
+                    : Group::create(store, fmt::format("tp{}", rank / tp), rank % tp, tp, options);
+  mesh.dp = tp == 1 ? mesh.world
+                    : Group::create(store, fmt::format("dp{}", rank % tp), rank / tp, dp, options);
+  return mesh;
+}
+
+}  // namespace braid

@@ -1,0 +1,18 @@
+// The groups of a run: tensor-parallel ranks are neighbours, data-parallel ones are tp apart.
+#pragma once
+
+#include <memory>
+
+#include "braid/comm/group.h"
+
+namespace braid {
+
+struct Mesh {
+  std::shared_ptr<Group> world, tp, dp;
+};
+
+/// Makes the groups. Collective over all ranks; tp must divide world_size.
+Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, int tp,
+               GroupOptions options = {});
+
+}  // namespace braid

@@ -1,0 +1,166 @@
+// The loop of a training run.
+#include "braid/train/run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <optional>
+
+#include "braid/comm/collectives.h"
+#include "braid/core/check.h"
+#include "braid/core/log.h"
+#include "braid/train/report.h"
+#include "braid/train/trainer.h"
+#include "braid/train/transformers_config.h"
+
+namespace braid {
+namespace {
+
+// Iterations of a run whose spans go into the trace: the first ones warm caches up, and a long run's would be too many.
+constexpr std::int64_t kTraceBegin = 4, kTraceEnd = 8;
+
+/// Whether the communication's cost is measured, by a serial step, after this many iterations of the process.
+bool is_calibration(std::int64_t done) {
+  return done == 2 || done == 4 || done == 8 || done % 50 == 0;
+}
+
+/// The texts of all ranks on every rank.
+std::vector<std::string> gather_texts(const Group& group, const std::string& mine) {
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
+  std::copy(mine.begin(), mine.end(), bytes.mutable_data_ptr<std::uint8_t>());
+  const at::Tensor sizes = all_gather(group, at::scalar_tensor(bytes.numel(), at::kLong).view({1}));
+  const at::Tensor all = all_gather(group, bytes);
+  std::vector<std::string> texts;
+  const auto* from = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto size = static_cast<std::size_t>(sizes[rank].item<std::int64_t>());
+    texts.emplace_back(from, size);
+    from += size;
+  }
+  return texts;
+}
+
+class Run {
+ public:
+  Run(const TrainConfig& config, const Place& place)
+      : config_(config),
+        store_(connect_store(place, env().timeout)),
+        corpus_(Corpus::open(config.data_path)),
+        data_(split_data(corpus_, config.split, config.seq_length, config.vocab_size, config.seed)),
+        mesh_(make_mesh(store_, place.rank, place.world_size,
+                        static_cast<int>(config.tensor_model_parallel_size))),
+        trainer_(config, mesh_, [this](std::int64_t iteration, std::int64_t micro_batch) {
+          return data_.train->batch(
+              first_sample(iteration, micro_batch, mesh_.dp->rank(), mesh_.dp->size(),
+                           config_.micro_batch_size, config_.global_batch_size),
+              config_.micro_batch_size);
+        }) {
+    share_cores(place, *store_);
+    if (!config.load.empty()) first_ = trainer_.load(Checkpoint(config.load));
+    if (first_ >= config.train_iters)
+      warn(
+          fmt::format("--load {} holds iteration {}, --train-iters is {}: nothing is left to train",
+                      config.load, first_, config.train_iters));
+    ReportOptions options;
+    options.enabled = place.rank == 0;
+    options.metrics_path = (std::filesystem::path(config.output_dir) / "metrics.jsonl").string();
+    options.loaded_iteration = first_;
+    options.num_iterations = config.train_iters;
+    options.log_interval = config.log_interval;
+    if (options.enabled) std::filesystem::create_directories(config.output_dir);
+    report_.emplace(options);
+  }
+
+  void train() {
+    for (std::int64_t iteration = first_; iteration < config_.train_iters; ++iteration)
+      one_iteration(iteration);
+    if (!trace_written_) write_trace();
+    report_->finish(overlap_by_operation(measured_, num_measured_, serial_, num_serial_));
+    if (corpus_->is_text() && data_.validation != nullptr && mesh_.world->rank() == 0 &&
+        validation_loss_) {
+      const NgramLoss tables = ngram_loss(*corpus_, *data_.train, *data_.validation);
+      report_->note(
+          fmt::format("validation loss {:.4f} nats per byte; tables of the same text: bigram "
+                      "{:.4f}, trigram {:.4f}",
+                      *validation_loss_, tables.bigram, tables.trigram));
+    }
+  }
+
+ private:
+  void one_iteration(std::int64_t iteration) {
+    const std::int64_t done = iteration + 1;
+    const std::int64_t here = iteration - first_;  // of this process
+    trace::keep_events(!config_.trace.empty() && here >= kTraceBegin && here < kTraceEnd);
+    const auto step = trainer_.step(iteration);
+    trace::keep_events(false);
+    if (here + 1 == kTraceEnd) write_trace();
+
+    if (mesh_.world->size() > 1 && is_calibration(here + 1)) {
+      for (const auto& [op, totals] : trainer_.serial_step(iteration)) serial_[op] += totals;
+      ++num_serial_;
+    }
+    if (here > 0) {  // the first iteration warms up: tuning, pages, caches
+      for (const auto& [op, totals] : step.totals) measured_[op] += totals;
+      ++num_measured_;
+    }
+    IterationMetrics metrics;
+    metrics.iteration = done;
+    metrics.loss = step.loss;
+    metrics.grad_norm = step.grad_norm;
+    metrics.lr = step.lr;
+    metrics.step_s = step.step_s;
+    metrics.tokens_per_s = static_cast<double>(trainer_.tokens_per_step()) / step.step_s;
+    metrics.tflop_s_per_rank =
+        trainer_.flops_per_step() / step.step_s / mesh_.world->size() * 1e-12;
+    metrics.overlap = total_overlap(overlap_by_operation(step.totals, 1, serial_, num_serial_));
+    metrics.overlap.compute_s = step.step_s - metrics.overlap.exposed_s;
+    if (data_.validation != nullptr && config_.eval_iters > 0 &&
+        (done == config_.train_iters ||
+         (config_.eval_interval > 0 && done % config_.eval_interval == 0))) {
+      validation_loss_ = trainer_.validation_loss(*data_.validation, config_.eval_iters);
+      metrics.validation_loss = validation_loss_;
+    }
+    report_->iteration(metrics);
+    if (!config_.save.empty() && (done == config_.train_iters ||
+                                  (config_.save_interval > 0 && done % config_.save_interval == 0)))
+      trainer_.save(config_.save, done);
+  }
+
+  void write_trace() {
+    trace_written_ = true;
+    if (config_.trace.empty()) return;
+    const auto texts =
+        gather_texts(*mesh_.world, trace::chrome_events(mesh_.world->rank(), trace::take_events()));
+    if (mesh_.world->rank() == 0) trace::write_chrome_trace(config_.trace, texts);
+  }
+
+  TrainConfig config_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<const Corpus> corpus_;
+  DataSplit data_;
+  Mesh mesh_;
+  Trainer trainer_;
+  std::optional<Report> report_;
+  std::int64_t first_ = 0;  // iterations done before this process
+  bool trace_written_ = false;
+  std::optional<double> validation_loss_;
+  std::map<std::string, trace::Totals> measured_, serial_;
+  std::int64_t num_measured_ = 0, num_serial_ = 0;
+};
+
+}  // namespace
+
+void check_inputs(const TrainConfig& config) {
+  (void)split_data(Corpus::open(config.data_path), config.split, config.seq_length,
+                   config.vocab_size, config.seed);
+  if (!config.load.empty()) {
+    const Checkpoint checkpoint(config.load);
+    check_same_model(config, checkpoint.config_json(), checkpoint.folder() + "/config.json");
+  }
+  if (!config.save.empty()) check_save_folder(config.save);
+}
+
+void run_training(const TrainConfig& config, const Place& place) { Run(config, place).train(); }
+
+}  // namespace braid

@@ -1,0 +1,163 @@
+// Training steps.
+#include "braid/train/trainer.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <chrono>
+
+#include "braid/comm/collectives.h"
+#include "braid/ops/tuner.h"
+#include "braid/train/transformers_config.h"
+
+namespace braid {
+namespace {
+
+TransformerOptions transformer_options(const TrainConfig& config,
+                                       const std::shared_ptr<Group>& tp) {
+  TransformerOptions options;
+  options.group = tp;
+  options.sequence_parallel = config.sequence_parallel;
+  options.matmul = matmul_options(config);
+  options.dtype = config.bf16 ? at::kBFloat16 : at::kFloat;
+  if (!config.recompute_granularity.empty()) {
+    options.recompute_method =
+        config.recompute_method == "block" ? RecomputeMethod::block : RecomputeMethod::uniform;
+    options.recompute_num_layers = config.recompute_num_layers;
+  }
+  options.seed = static_cast<std::uint64_t>(config.seed);
+  return options;
+}
+
+/// The mean over dp of a number that all ranks of tp know.
+double mean_over(const Group& dp, double value) {
+  return all_reduce(dp, at::scalar_tensor(value, at::kDouble)).item<double>() / dp.size();
+}
+
+}  // namespace
+
+LlamaConfig llama_config(const TrainConfig& config) {
+  LlamaConfig llama;
+  llama.hidden_size = config.hidden_size;
+  llama.num_layers = config.num_layers;
+  llama.ffn_hidden_size = config.ffn_hidden_size;
+  llama.num_attention_heads = config.num_attention_heads;
+  llama.num_query_groups = config.num_query_groups;
+  llama.kv_channels = config.kv_channels;
+  llama.vocab_size = config.vocab_size;
+  llama.rotary_base = config.rotary_base;
+  llama.norm_epsilon = config.norm_epsilon;
+  llama.untie_embeddings_and_output_weights = config.untie_embeddings_and_output_weights;
+  llama.init_method_std = config.init_method_std;
+  return llama;
+}
+
+Trainer::Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch)
+    : config_(config),
+      mesh_(mesh),
+      batch_(std::move(batch)),
+      model_(llama_config(config), transformer_options(config, mesh.tp)),
+      grads_(allocate_main_grads(model_.parameters())),
+      optimizer_(model_.parameters(), config),
+      num_micro_batches_(config.global_batch_size / (config.micro_batch_size * mesh.dp->size())) {
+  tuner::allow_live(!config.deterministic);
+}
+
+double Trainer::forward_backward(std::int64_t iteration) {
+  grads_.flat.zero_();
+  double loss_sum = 0;
+  for (std::int64_t i = 0; i < num_micro_batches_; ++i) {
+    const Batch batch = batch_(iteration, i);
+    const at::Tensor loss = model_.forward(batch.tokens, batch.labels);
+    (loss / static_cast<double>(num_micro_batches_)).backward();
+    loss_sum += loss.item<double>();
+  }
+  reduce_gradients(grads_, *mesh_.tp, *mesh_.dp);
+  return mean_over(*mesh_.dp, loss_sum / static_cast<double>(num_micro_batches_));
+}
+
+Trainer::StepResult Trainer::step(std::int64_t iteration) {
+  (void)trace::take_totals();
+  const auto begin = std::chrono::steady_clock::now();
+  StepResult result;
+  result.loss = forward_backward(iteration);
+  result.grad_norm = grad_norm(model_.parameters(), *mesh_.tp);
+  clip_grads(grads_, result.grad_norm, config_.clip_grad);
+  result.lr = learning_rate(config_, iteration);
+  optimizer_.step(result.lr);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+  result.step_s = elapsed.count();
+  result.totals = trace::take_totals();
+  return result;
+}
+
+std::map<std::string, trace::Totals> Trainer::serial_step(std::int64_t iteration) {
+  const MatmulOptions chosen = model_.matmul();
+  (void)trace::take_totals();
+  model_.set_matmul({Mode::serial});
+  forward_backward(iteration);
+  (void)grad_norm(model_.parameters(), *mesh_.tp);
+  model_.set_matmul(chosen);
+  return trace::take_totals();
+}
+
+double Trainer::validation_loss(const Dataset& data, std::int64_t num_batches) {
+  const at::NoGradGuard no_grad;
+  double sum = 0;
+  for (std::int64_t i = 0; i < num_batches; ++i) {
+    const Batch batch =
+        data.batch(first_sample(i, 0, mesh_.dp->rank(), mesh_.dp->size(), config_.micro_batch_size,
+                                config_.micro_batch_size * mesh_.dp->size()),
+                   config_.micro_batch_size);
+    sum += model_.forward(batch.tokens, batch.labels).item<double>();
+  }
+  return mean_over(*mesh_.dp, sum / static_cast<double>(num_batches));
+}
+
+double Trainer::flops_per_step() const {
+  const auto& c = config_;
+  const double heads = static_cast<double>(c.num_attention_heads * c.kv_channels);
+  const double groups = static_cast<double>(c.num_query_groups * c.kv_channels);
+  const double hidden = static_cast<double>(c.hidden_size);
+  const double layer =
+      hidden * (2 * heads + 2 * groups) + 3 * hidden * static_cast<double>(c.ffn_hidden_size);
+  const double weights =
+      static_cast<double>(c.num_layers) * layer + hidden * static_cast<double>(c.vocab_size);
+  // Scores and values: 2 products of s/2 * heads multiply-adds a token, three times with backward.
+  const double attention = static_cast<double>(c.num_layers * c.seq_length) * heads * 6;
+  return static_cast<double>(tokens_per_step()) * (6 * weights + attention);
+}
+
+void Trainer::save(const std::string& dir, std::int64_t iteration) {
+  std::vector<Parameter*> parameters;
+  OptimizerTensors moments;
+  for (std::size_t i = 0; i < model_.parameters().size(); ++i) {
+    parameters.push_back(&model_.parameters()[i]);
+    moments.exp_avg.push_back(optimizer_.exp_avg(i));
+    moments.exp_avg_sq.push_back(optimizer_.exp_avg_sq(i));
+  }
+  TrainerState state;
+  state.iteration = iteration;
+  state.consumed_samples = iteration * config_.global_batch_size;
+  state.seed = static_cast<std::uint64_t>(config_.seed);
+  to_json(state.config, config_);
+  state.tuner = tuner::choices();
+  save_checkpoint(dir, *mesh_.tp, *mesh_.dp, parameters, moments, state,
+                  transformers_config(config_));
+}
+
+std::int64_t Trainer::load(const Checkpoint& checkpoint) {
+  std::vector<Parameter*> parameters;
+  OptimizerTensors moments;
+  for (std::size_t i = 0; i < model_.parameters().size(); ++i) {
+    parameters.push_back(&model_.parameters()[i]);
+    moments.exp_avg.push_back(optimizer_.exp_avg(i));
+    moments.exp_avg_sq.push_back(optimizer_.exp_avg_sq(i));
+  }
+  checkpoint.load(parameters, &moments);
+  if (!checkpoint.state()) return 0;
+  optimizer_.set_num_steps(checkpoint.state()->iteration);
+  tuner::set_choices(checkpoint.state()->tuner);
+  return checkpoint.state()->iteration;
+}
+
+}  // namespace braid

@@ -1,0 +1,20 @@
+// The model's settings as transformers' config.json.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "braid/train/config.h"
+
+namespace braid {
+
+/// config.json of the model, as transformers' LlamaForCausalLM reads it.   config  validated
+nlohmann::json transformers_config(const TrainConfig& config);
+
+/// Checks that a checkpoint is of the model that the settings describe.
+///   config_path  where config_json comes from, for the text
+///   Errors       ValueError, one line: the flag and both values; or what braid's model does not have (biases, ...)
+void check_same_model(const TrainConfig& config, const nlohmann::json& config_json,
+                      const std::string& config_path);
+
+}  // namespace braid

@@ -1,0 +1,72 @@
+// The program `braid` as a person uses it: help, one clear line for a wrong command line, exit codes, launch.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+namespace braid {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Outcome {
+  int code;
+  std::string output;  // standard output and error
+};
+
+/// Runs the program with these words of a shell.
+Outcome braid(const std::string& words) {
+  FILE* pipe = ::popen((std::string("'" BRAID_PROGRAM "' ") + words + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) throw std::runtime_error("no shell");
+  std::string output;
+  for (int c = 0; (c = std::fgetc(pipe)) != EOF;) output += static_cast<char>(c);
+  const int status = ::pclose(pipe);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, output};
+}
+
+/// Expects a caller's error: exit code 2 and one line that contains `text`.
+void expect_refused(const std::string& words, const std::string& text) {
+  const auto [code, output] = braid(words);
+  EXPECT_EQ(code, 2) << words;
+  EXPECT_THAT(output, StartsWith("braid: error: ")) << words;
+  EXPECT_THAT(output, HasSubstr(text)) << words;
+  EXPECT_EQ(std::count(output.begin(), output.end(), '\n'), 1) << output;
+}
+
+TEST(Program, HelpAndVersion) {
+  EXPECT_EQ(braid("--help").code, 0);
+  EXPECT_THAT(braid("--help").output, HasSubstr("launch"));
+  EXPECT_THAT(braid("--version").output, StartsWith("braid "));
+}
+
+TEST(Program, RefusesWrongCommandLinesInOneLine) {
+  expect_refused("", "no command given");
+  expect_refused("sing", "sing");
+  expect_refused("launch --nproc 2", "no program given");
+  expect_refused("launch --nproc 0 -- true", "--nproc is 0");
+  expect_refused("launch --nproc two -- true", "--nproc = two");
+  expect_refused("launch --np 2", "--np");
+  expect_refused("launch --nproc 2 -- /no/such/program", "/no/such/program");
+}
+
+TEST(Program, LaunchPassesArgumentsAndExitCodes) {
+  const auto [code, output] =
+      braid("launch --nproc 2 -- sh -c 'echo \"$0 $1 of rank $RANK\"; exit $RANK' a --b");
+  EXPECT_EQ(code, 1);
+  EXPECT_THAT(output, HasSubstr("a --b of rank 0\n"));
+  EXPECT_THAT(output, HasSubstr("exited with code 1"));
+}
+
+TEST(Program, RanksSayACallersErrorOnce) {
+  // Both ranks are programs whose own command line is wrong.
+  expect_refused("launch --nproc 2 -- '" BRAID_PROGRAM "' launch --nproc -3 -- true",
+                 "--nproc is -3");
+}
+
+}  // namespace
+}  // namespace braid

@@ -1,0 +1,281 @@
+// The launcher: exit codes, kills and interrupts, nothing left behind, two runs at once.
+//
+// Ranks are shells that write their numbers into a folder, or re-executions of this program.
+#include "braid/comm/launch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "tests/support/environment.h"
+#include "tests/support/processes.h"
+
+namespace braid {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono_literals::operator""ms;
+using std::chrono_literals::operator""s;
+using testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kEndOfRun = 2s;  // from a kill to the end of everything
+
+/// A folder that is removed with all it holds.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "braid_launch_XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
+    path_ = name;
+  }
+  ~Folder() { fs::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+
+  std::string path(const std::string& name) const { return path_ / name; }
+  /// The file's text, once it is there and ends with a newline.
+  std::string wait_for(const std::string& name) const {
+    const auto deadline = Clock::now() + 20s;
+    while (Clock::now() < deadline) {
+      std::ifstream file(path(name));
+      const std::string text{std::istreambuf_iterator<char>(file), {}};
+      if (text.ends_with('\n')) return text;
+      std::this_thread::sleep_for(2ms);
+    }
+    throw std::runtime_error("no " + path(name));
+  }
+  pid_t wait_for_pid(const std::string& name) const { return std::stoi(wait_for(name)); }
+  bool has(const std::string& name) const { return fs::exists(path(name)); }
+
+ private:
+  fs::path path_;
+};
+
+/// Whether the process runs: neither gone nor a zombie that nobody has reaped yet.
+bool runs(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const auto end_of_name = text.rfind(')');
+  return end_of_name != std::string::npos && text.at(end_of_name + 2) != 'Z';
+}
+
+bool ends_within(pid_t pid, std::chrono::milliseconds limit) {
+  for (const auto deadline = Clock::now() + limit; runs(pid);) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(2ms);
+  }
+  return true;
+}
+
+struct Outcome {
+  int code;
+  std::string said;
+};
+
+/// Launches shells that run `script` with $DIR as the folder.
+Outcome launch_shells(int num_ranks, const Folder& folder, const std::string& script) {
+  test::ScopedEnvironment environment({{"DIR", folder.path("")}});
+  testing::internal::CaptureStderr();
+  const int code = launch_ranks(num_ranks, {"-c", script}, "sh");
+  return {code, testing::internal::GetCapturedStderr()};
+}
+
+TEST(Launch, GivesEachRankItsPlace) {
+  Folder folder;
+  const auto outcome = launch_shells(
+      3, folder,
+      R"(echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR" >$DIR/$RANK)");
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_EQ(outcome.said, "");
+  EXPECT_EQ(folder.wait_for("0"), "0/3 0/3 127.0.0.1\n");
+  EXPECT_EQ(folder.wait_for("2"), "2/3 2/3 127.0.0.1\n");
+}
+
+TEST(Launch, RefusesWhatCannotRun) {
+  EXPECT_THROW(launch_ranks(0, {}), c10::ValueError);
+  EXPECT_THROW(launch_ranks(2, {}, "/no/such/program"), c10::ValueError);
+}
+
+// Every rank and what it has started: `sleep` in the background.
+constexpr const char* kSleeper =
+    R"(sleep 100 & echo $! >$DIR/child$RANK; echo $$ >$DIR/rank$RANK; )";
+
+TEST(Launch, ExitCodeOfOneRankEndsTheOthers) {
+  Folder folder;
+  const auto outcome =
+      launch_shells(3, folder,
+                    std::string(kSleeper) +
+                        "until [ -s $DIR/rank0 ] && [ -s $DIR/rank2 ]; do sleep 0.01; done; "
+                        "[ $RANK = 1 ] && exit 7; wait");
+  EXPECT_EQ(outcome.code, 7);
+  EXPECT_THAT(outcome.said,
+              HasSubstr("rank 1 (pid " + std::to_string(folder.wait_for_pid("rank1")) +
+                        ") exited with code 7"));
+  for (const std::string rank : {"0", "1", "2"}) {
+    EXPECT_FALSE(runs(folder.wait_for_pid("rank" + rank))) << rank;
+    EXPECT_TRUE(ends_within(folder.wait_for_pid("child" + rank), 1s)) << rank;
+  }
+}
+
+TEST(Launch, KilledRankEndsTheRunAndIsNamed) {
+  Folder folder;
+  pid_t killed = 0;
+  Clock::time_point kill_time;
+  std::thread killer([&] {
+    killed = folder.wait_for_pid("rank1");
+    folder.wait_for("rank0");
+    kill_time = Clock::now();
+    ::kill(killed, SIGKILL);
+  });
+  // SIGTERM is ignored: the survivor has to be killed.
+  const auto outcome = launch_shells(
+      2, folder, "trap '' TERM; " + std::string(kSleeper) + "while :; do sleep 0.1; done");
+  const auto end_time = Clock::now();
+  killer.join();
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.said, HasSubstr("rank 1 (pid " + std::to_string(killed) +
+                                      ") was killed by signal 9 (Killed)"));
+  EXPECT_EQ(std::count(outcome.said.begin(), outcome.said.end(), '\n'), 1) << outcome.said;
+  EXPECT_LT(end_time - kill_time, kEndOfRun);
+  for (const char* name : {"rank0", "rank1", "child0", "child1"}) {
+    EXPECT_TRUE(ends_within(folder.wait_for_pid(name), 500ms)) << name;
+  }
+}
+
+TEST(Launch, CallersErrorComesBeforeItsConsequences) {
+  Folder folder;
+  const auto outcome =
+      launch_shells(2, folder, "[ $RANK = 0 ] && exit 1; trap 'exit 2' TERM; sleep 100 & wait");
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.said, HasSubstr("rank 1"));
+}
+
+TEST(Launch, CallersErrorOfOneRankIsSaidAlone) {
+  if (const Place place = place_from_environment(); place.launched) {
+    const auto store = connect_store(place, 10s);
+    if (place.rank == 1) {
+      report_to_launcher(place, "data of rank 1 is missing");
+      store->set("said", "1");
+      ::_exit(2);
+    }
+    store->wait({"said"});
+    report_to_launcher(place, "lost rank 1");
+    ::_exit(1);
+  }
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch_ranks(2, {"--gtest_filter=Launch.CallersErrorOfOneRankIsSaidAlone"}), 2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "braid: error: data of rank 1 is missing\n");
+}
+
+TEST(Launch, ReportOfSeveralRanksIsSaidOnce) {
+  if (const Place place = place_from_environment(); place.launched) {
+    const auto store = connect_store(place, 10s);
+    const bool told = report_to_launcher(place, "--lr is -1, expected at least 0");
+    store->add("told", 1);
+    while (store->add("told", 0) < place.world_size) std::this_thread::sleep_for(1ms);
+    ::_exit(told ? 2 : 5);
+  }
+  testing::internal::CaptureStderr();
+  const int code = launch_ranks(3, {"--gtest_filter=Launch.ReportOfSeveralRanksIsSaidOnce"});
+  EXPECT_EQ(code, 2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "braid: error: --lr is -1, expected at least 0\n");
+}
+
+TEST(Launch, ReportsOfALossNameTheRank) {
+  if (const Place place = place_from_environment(); place.launched) {
+    report_to_launcher(place, "lost rank 1 in all_gather");
+    if (place.rank == 1) ::raise(SIGKILL);
+    ::pause();
+  }
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(launch_ranks(2, {"--gtest_filter=Launch.ReportsOfALossNameTheRank"}), 1);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              testing::MatchesRegex("braid: error: rank [01]: lost rank 1 in all_gather\n"
+                                    "braid: error: rank 1 .pid [0-9]+. was killed by signal 9 "
+                                    ".Killed.; the run has ended\n"));
+}
+
+TEST(Launch, NoLauncherToReportTo) { EXPECT_FALSE(report_to_launcher(Place{}, "text")); }
+
+/// A launcher as a process of its own: two shells run `script`; the test sets "folder" in its store.
+test::Processes::Body launcher_of(const std::string& script) {
+  return [script](const Place&, const auto& store) {
+    ::setenv("DIR", store->get_to_str("folder").c_str(), 1);
+    ::_exit(launch_ranks(2, {"-c", script}, "sh"));
+  };
+}
+
+TEST(Launch, RanksEndWithTheirLauncher) {
+  test::Processes launcher(
+      1, launcher_of("trap '' TERM; echo $$ >$DIR/rank$RANK; while :; do sleep 0.1; done"));
+  Folder folder;
+  launcher.store().set("folder", folder.path(""));
+  const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
+  launcher.kill(0);
+  for (pid_t pid : ranks) EXPECT_TRUE(ends_within(pid, kEndOfRun));
+}
+
+TEST(Launch, InterruptIsPassedOn) {
+  test::Processes launcher(1, launcher_of("trap 'echo >$DIR/interrupted$RANK; exit 3' TERM; "
+                                          "sleep 100 & echo $$ >$DIR/rank$RANK; wait"));
+  Folder folder;
+  launcher.store().set("folder", folder.path(""));
+  const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
+  launcher.kill(0, SIGTERM);
+  EXPECT_EQ(launcher.wait(0, 5s).exit_code, 3);
+  EXPECT_TRUE(folder.has("interrupted0"));
+  EXPECT_TRUE(folder.has("interrupted1"));
+  for (pid_t pid : ranks) EXPECT_FALSE(runs(pid));
+}
+
+TEST(Launch, SecondInterruptKills) {
+  test::Processes launcher(
+      1, launcher_of("trap '' INT; echo $$ >$DIR/rank$RANK; while :; do sleep 0.1; done"));
+  Folder folder;
+  launcher.store().set("folder", folder.path(""));
+  const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
+  launcher.kill(0, SIGINT);
+  std::this_thread::sleep_for(100ms);
+  EXPECT_TRUE(runs(ranks[0]));
+  launcher.kill(0, SIGINT);
+  EXPECT_EQ(launcher.wait(0, kEndOfRun).exit_code, 128 + SIGINT);
+  for (pid_t pid : ranks) EXPECT_FALSE(runs(pid));
+}
+
+TEST(Launch, TwoRunsNeverMeet) {
+  if (const Place place = place_from_environment(); place.launched) {
+    const auto store = connect_store(place, 20s);
+    const fs::path folder = std::getenv("DIR");
+    std::ofstream(folder / std::to_string(::getpid()));
+    while (std::distance(fs::directory_iterator(folder), {}) < 6) std::this_thread::sleep_for(2ms);
+    store->set("run" + std::to_string(place.rank),
+               std::to_string(::getppid()));  // both runs are at this point
+    store->add("ranks", 1);
+    while (store->add("ranks", 0) < 3) std::this_thread::sleep_for(1ms);
+    std::this_thread::sleep_for(50ms);
+    bool alone = store->add("ranks", 0) == 3;
+    for (const char* key : {"run0", "run1", "run2"})
+      alone &= store->get_to_str(key) == std::to_string(::getppid());
+    store->add("left", 1);
+    while (store->add("left", 0) < 3) std::this_thread::sleep_for(1ms);
+    ::_exit(alone ? 0 : 9);
+  }
+  test::Processes launchers(2, [](const Place&, const auto& store) {
+    ::setenv("DIR", store->get_to_str("folder").c_str(), 1);
+    ::_exit(launch_ranks(3, {"--gtest_filter=Launch.TwoRunsNeverMeet"}));
+  });
+  Folder folder;
+  launchers.store().set("folder", folder.path(""));
+  for (int launcher : {0, 1}) {
+    const auto ended = launchers.wait(launcher, 30s);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  }
+}
+
+}  // namespace
+}  // namespace braid
