@@ -10,6 +10,7 @@
 #include "braid/cli/commands.h"
 #include "braid/comm/launch.h"
 #include "braid/core/check.h"
+#include "braid/core/memory.h"
 
 namespace {
 
@@ -31,6 +32,7 @@ int fail(std::string text, int code) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  braid::keep_memory();
   CLI::App app{"Tensor-parallel training with communication woven into its matmuls.", "braid"};
   app.set_version_flag("--version", "braid " BRAID_VERSION);
   braid::cli::Body body;

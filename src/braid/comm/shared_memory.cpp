@@ -68,7 +68,7 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
   memory->timeout_ = timeout;
   memory->regions_ = std::move(exchange.regions);
   memory->sockets_ = std::move(exchange.sockets);
-  memory->slots_.resize(kSlots);
+  memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
   // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host.
   memory->spins_ = size <= ::sysconf(_SC_NPROCESSORS_ONLN) ? env().spin : 0;
   return memory;
@@ -158,14 +158,14 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
   wait_released(sequence - kEntries, header.op);
   const std::size_t slot = take_slot(header.op);
   const std::size_t base = slot_offset(slot);
-  Slot& mine = slots_[slot];
+  Slot& mine = (*slots_)[slot];
   if (bytes > mine.allocated) {
     const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
     regions_[static_cast<std::size_t>(rank_)]->allocate(base + mine.allocated, base + end);
     mine.allocated = end;
   }
   sequence_ = mine.sequence = sequence;
-  mine.leased = true;
+  mine.in_flight = true;
   Entry& entry = control(rank_).entries[sequence % kEntries];
   entry.header = header;
   entry.header.slot = base;
@@ -176,27 +176,29 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
 
 void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
   if (sequence <= 0) return;
-  for (const Slot& slot : slots_)
-    BRAID_CHECK(!slot.leased || slot.sequence != sequence, op, ": an operation started ", kEntries,
-                " operations ago has not been waited for");
+  for (const Slot& slot : *slots_)
+    BRAID_CHECK(!slot.in_flight || slot.sequence != sequence, op, ": an operation started ",
+                kEntries, " operations ago has not been waited for");
   for (int peer = 0; peer < size(); ++peer)
     wait(control(peer).entries[sequence % kEntries].released, released(sequence), peer, op);
 }
 
 std::size_t SharedMemory::take_slot(const char* op) {
-  std::size_t oldest = slots_.size();
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].leased) continue;
-    const std::int64_t sequence = slots_[slot].sequence;
+  const std::vector<Slot>& slots = *slots_;
+  std::size_t oldest = slots.size();
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot].in_flight || slots[slot].kept.load(std::memory_order_acquire)) continue;
+    const std::int64_t sequence = slots[slot].sequence;
     bool free = true;
     for (int peer = 0; peer < size() && free; ++peer)
       free = control(peer).entries[sequence % kEntries].released.reached(released(sequence));
     if (free) return slot;
-    if (oldest == slots_.size() || sequence < slots_[oldest].sequence) oldest = slot;
+    if (oldest == slots.size() || sequence < slots[oldest].sequence) oldest = slot;
   }
-  BRAID_CHECK(oldest < slots_.size(), op, ": ", kSlots,
-              " operations are started and not waited for, which is the limit");
-  wait_released(slots_[oldest].sequence, op);
+  BRAID_CHECK(
+      oldest < slots.size(), op, ": ", kSlots,
+      " operations are started and not waited for, or hold their results; that is the limit");
+  wait_released(slots[oldest].sequence, op);
   return oldest;
 }
 
@@ -267,11 +269,35 @@ void SharedMemory::Lease::wait_posted(int writer, int count) const {
   memory_->wait(entry(writer).posted[memory_->rank()], progress(count), writer, op_);
 }
 
+std::shared_ptr<void> SharedMemory::Lease::keep_slot() {
+  auto& slots = *memory_->slots_;
+  int kept = 0;
+  for (const Slot& slot : slots) kept += slot.kept.load(std::memory_order_acquire);
+  if (kept >= kKeptSlots) return nullptr;
+  slots[slot_].kept.store(true, std::memory_order_release);
+  struct Guard {
+    std::shared_ptr<std::vector<Slot>> slots;
+    std::shared_ptr<Region> region;
+    std::size_t slot;
+    ~Guard() { (*slots)[slot].kept.store(false, std::memory_order_release); }
+  };
+  return std::shared_ptr<void>(
+      new Guard{memory_->slots_, memory_->regions_[static_cast<std::size_t>(memory_->rank_)],
+                slot_},
+      [](void* guard) { delete static_cast<Guard*>(guard); });
+}
+
 void SharedMemory::Lease::release() {
   if (memory_ == nullptr) return;
   SharedMemory& memory = *std::exchange(memory_, nullptr);
-  memory.slots_[slot_].leased = false;
+  (*memory.slots_)[slot_].in_flight = false;
   memory.control(memory.rank_).entries[sequence_ % kEntries].released.raise(released(sequence_));
+}
+
+void SharedMemory::Lease::release_and_wait() {
+  SharedMemory& memory = *memory_;
+  release();
+  memory.wait_released(sequence_, op_);
 }
 
 }  // namespace braid

@@ -19,6 +19,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -47,7 +48,8 @@ struct Header {
 
 class SharedMemory {
  public:
-  static constexpr int kSlots = 8;
+  static constexpr int kSlots = 16;
+  static constexpr int kKeptSlots = 8;  // at most, for results that stay where they were made
   static constexpr int kEntries = 64;
 
   /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
@@ -94,9 +96,11 @@ class SharedMemory {
   struct Slot {
     std::size_t allocated = 0;  // bytes that have pages
     std::int64_t sequence = 0;  // of the operation it serves or served last
-    bool leased = false;        // by this rank, not yet released
+    bool in_flight = false;     // that operation is not released by this rank
+    std::atomic<bool> kept{
+        false};  // a result lies in it; cleared by whichever thread frees the result
   };
-  std::vector<Slot> slots_;  // of this rank's region
+  std::shared_ptr<std::vector<Slot>> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
   mutable std::string failure_;  // why the group is unusable
 };
@@ -127,8 +131,14 @@ class SharedMemory::Lease {
   void post(int owner, int count);
   void wait_posted(int writer, int count) const;
 
+  /// Keeps this rank's slot beyond the operation, for a result that lies in it, until the returned
+  /// guard is gone (the region lives as long). Null when kKeptSlots are kept already: copy the result.
+  [[nodiscard]] std::shared_ptr<void> keep_slot();
+
   /// "I don't touch anyone's slot any more." Then the slot's memory may change at any time.
   void release();
+  /// Releases, and waits until every peer has: nobody reads this rank's slot any more.
+  void release_and_wait();
 
  private:
   friend class SharedMemory;

@@ -16,6 +16,15 @@ inline at::Tensor slot_tensor(const SharedMemory::Lease& lease, int rank, std::s
   return at::from_blob(lease.slot(rank) + offset, shape, at::TensorOptions(dtype));
 }
 
+/// The tensor at `offset` of this rank's slot, which it keeps while it lives; undefined when no more slots can be kept.
+inline at::Tensor kept_slot_tensor(SharedMemory::Lease& lease, int rank, std::size_t offset,
+                                   at::IntArrayRef shape, at::ScalarType dtype) {
+  auto guard = lease.keep_slot();
+  if (guard == nullptr) return {};
+  return at::from_blob(
+      lease.slot(rank) + offset, shape, [guard](void*) {}, at::TensorOptions(dtype));
+}
+
 /// Copies x into the slot of this rank (write) or a slot's tensor out (read), converting where
 /// dtypes differ.
 inline void store_to_slot(at::Tensor slot, const at::Tensor& x) {

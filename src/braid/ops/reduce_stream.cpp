@@ -16,16 +16,21 @@ std::int64_t begin_of(const std::vector<std::int64_t>& rows, int rank) {
   return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
 }
 
-/// NOTE [direct]. Every writer has its own place in the owner's slot, so no rank waits for a chain.
-/// The owner sums the partials in rank order and its own product onto them, in the dtype of sums:
-/// an order that depends on (owner, ranks) alone. Cost: each rank writes (R-1)/R and reads (R-1)/R
-/// of m * n elements; with two ranks the product is added by the matmul.
+/// NOTE [direct]. Every writer has its own place in the owner's slot, so no rank waits for a chain. The owner sums the
+/// partials in rank order and its own product onto them, in the dtype of sums: an order that depends on (owner, ranks) alone.
+/// Cost: each rank writes (R-1)/R and reads (R-1)/R of m * n elements; with two ranks the product is added by the matmul.
+///
+/// NOTE [kept result]. Where sums are in the result's dtype, the first partial lies where the owner's rows of the result lie,
+/// and a large result stays in the slot and keeps it: nothing is copied but an all-reduce's rows of the peers. As the caller
+/// may write into its result, an all-reduce returns it only after all peers have read this rank's rows.
 class PeerReduce final : public ReduceStream {
  public:
   PeerReduce(const Group& group, const char* name, ReduceShape shape)
       : group_(group),
         shape_(std::move(shape)),
         sum_dtype_(sum_dtype(shape_.dtype)),
+        result_rows_(shape_.all_reduce ? std::reduce(shape_.rows.begin(), shape_.rows.end())
+                                       : own_rows()),
         lease_(start(name)) {
     lease_.agree();
   }
@@ -34,8 +39,7 @@ class PeerReduce final : public ReduceStream {
     post();
     if (num_given_ == group_.size()) return std::nullopt;
     owner_ = (group_.rank() + 1 + num_given_++) % group_.size();
-    const std::int64_t rows = shape_.rows[static_cast<std::size_t>(owner_)];
-    PartialTile tile{begin_of(shape_.rows, owner_), rows, {}, owner_ == group_.rank()};
+    PartialTile tile{begin_of(shape_.rows, owner_), rows_of(owner_), {}, owner_ == group_.rank()};
     tile.out = owner_ == group_.rank() ? own_sum() : partial(owner_, group_.rank());
     given_ = tile.out;
     return tile;
@@ -45,22 +49,31 @@ class PeerReduce final : public ReduceStream {
 
   at::Tensor finish() override {
     post();
-    if (!shape_.all_reduce) {
-      lease_.release();
-      return result_;
-    }
-    for (int step = 0; step < group_.size(); ++step) {
+    const bool kept = take_result();
+    for (int step = 0; shape_.all_reduce && step < group_.size(); ++step) {
       const int peer = (group_.rank() + step) % group_.size();
-      const std::int64_t rows = shape_.rows[static_cast<std::size_t>(peer)];
+      if (kept && peer == group_.rank()) continue;
       lease_.wait_result(peer, 1);
-      load_from_slot(result_.narrow(0, begin_of(shape_.rows, peer), rows), first_partial(peer));
+      load_from_slot(result_.narrow(0, begin_of(shape_.rows, peer), rows_of(peer)),
+                     first_partial(peer));
     }
-    lease_.release();
+    if (kept && shape_.all_reduce)
+      lease_.release_and_wait();
+    else
+      lease_.release();
     return result_;
   }
 
  private:
-  std::int64_t own_rows() const { return shape_.rows[static_cast<std::size_t>(group_.rank())]; }
+  // A smaller result is copied out: slots are few.
+  static constexpr std::size_t kKeepBytes = 256 << 10;
+
+  std::int64_t rows_of(int rank) const { return shape_.rows[static_cast<std::size_t>(rank)]; }
+  std::int64_t own_rows() const { return rows_of(group_.rank()); }
+  bool sums_are_results() const { return sum_dtype_ == shape_.dtype; }
+  std::size_t bytes_of(std::int64_t rows) const {
+    return static_cast<std::size_t>(rows * shape_.n) * at::elementSize(sum_dtype_);
+  }
 
   SharedMemory::Lease start(const char* name) const {
     Header header;
@@ -68,68 +81,72 @@ class PeerReduce final : public ReduceStream {
     header.dtype = static_cast<std::int64_t>(shape_.dtype);
     header.n = shape_.n;
     header.rows = std::reduce(shape_.rows.begin(), shape_.rows.end());
-    const auto elements = static_cast<std::size_t>((group_.size() - 1) * own_rows() * shape_.n);
-    return group_.memory()->start(header, elements * at::elementSize(sum_dtype_));
+    return group_.memory()->start(
+        header, others_offset(group_.rank()) + bytes_of((group_.size() - 2) * own_rows()));
   }
 
-  /// Where `writer` puts its partial for `owner`: places of the owner's slot, in rank order without
-  /// the owner.
+  /// Where the owner's rows, and so the first partial for them, begin in the owner's slot.
+  std::size_t own_offset(int owner) const {
+    return shape_.all_reduce && sums_are_results() ? bytes_of(begin_of(shape_.rows, owner)) : 0;
+  }
+  /// Where the other partials begin.
+  std::size_t others_offset(int owner) const {
+    return shape_.all_reduce && sums_are_results() ? bytes_of(result_rows_)
+                                                   : bytes_of(rows_of(owner));
+  }
+  /// Where `writer` puts its partial for `owner`, in rank order without the owner.
   at::Tensor partial(int owner, int writer) const {
-    const std::int64_t rows = shape_.rows[static_cast<std::size_t>(owner)];
-    const auto place = static_cast<std::size_t>(writer < owner ? writer : writer - 1);
-    const std::size_t bytes =
-        static_cast<std::size_t>(rows * shape_.n) * at::elementSize(sum_dtype_);
-    return slot_tensor(lease_, owner, place * bytes, {rows, shape_.n}, sum_dtype_);
+    const int place = writer < owner ? writer : writer - 1;
+    const std::size_t offset = place == 0
+                                   ? own_offset(owner)
+                                   : others_offset(owner) + bytes_of((place - 1) * rows_of(owner));
+    return slot_tensor(lease_, owner, offset, {rows_of(owner), shape_.n}, sum_dtype_);
   }
   at::Tensor first_partial(int owner) const { return partial(owner, owner == 0 ? 1 : 0); }
 
   void post() {
     if (!given_.defined()) return;
-    if (owner_ != group_.rank()) {
-      tsan::write(given_.data_ptr(), given_.nbytes());
+    tsan::write(given_.data_ptr(), given_.nbytes());
+    if (owner_ != group_.rank())
       lease_.post(owner_, 1);
-    } else {
-      if (shape_.all_reduce) {
-        tsan::write(given_.data_ptr(), given_.nbytes());
-        lease_.publish_result(1);
-      } else if (!result_.is_same(given_)) {
-        load_from_slot(result_, given_);
-      }
-    }
+    else if (shape_.all_reduce)
+      lease_.publish_result(1);
     given_.reset();
   }
 
-  /// The sum of the peers' partials and the bias, to which the own product is still to be added.
+  /// The sum of the peers' partials and the bias, in the first partial's place: the own product is still to be added.
   at::Tensor own_sum() {
+    at::Tensor sum = first_partial(group_.rank());
     for (int peer = 0; peer < group_.size(); ++peer)
       if (peer != group_.rank()) lease_.wait_posted(peer, 1);
-    const std::int64_t total = std::reduce(shape_.rows.begin(), shape_.rows.end());
-    result_ = at::empty({shape_.all_reduce ? total : own_rows(), shape_.n},
-                        at::TensorOptions(shape_.dtype));
     const trace::Span span(trace::Kind::copy, "reduce");
-    // In the result where it can be summed there; in the first partial's place where peers read it,
-    // or it is rounded later.
-    at::Tensor first = first_partial(group_.rank());
-    const bool in_place = shape_.all_reduce || sum_dtype_ != shape_.dtype;
-    at::Tensor sum = in_place ? first : result_;
-    tsan::read(first.data_ptr(), first.nbytes());
-    if (shape_.bias.defined())
-      at::add_out(sum, first, shape_.bias.to(sum_dtype_));
-    else if (!in_place)
-      sum.copy_(first);
-    for (int peer = 0; peer < group_.size(); ++peer) {
-      if (peer == group_.rank() || partial(group_.rank(), peer).data_ptr() == first.data_ptr())
-        continue;
+    tsan::read(sum.data_ptr(), sum.nbytes());
+    for (int peer = 0, place = 0; peer < group_.size(); ++peer) {
+      if (peer == group_.rank() || place++ == 0) continue;
       const at::Tensor other = partial(group_.rank(), peer);
       tsan::read(other.data_ptr(), other.nbytes());
       sum.add_(other);
     }
+    if (shape_.bias.defined()) sum.add_(shape_.bias);
     return sum;
+  }
+
+  /// Makes result_, in the slot if it can stay there; else copies the own rows of a reduce-scatter. True if it stays.
+  bool take_result() {
+    const std::vector<std::int64_t> shape{result_rows_, shape_.n};
+    if (sums_are_results() && bytes_of(result_rows_) >= kKeepBytes) {
+      result_ = kept_slot_tensor(lease_, group_.rank(), 0, shape, sum_dtype_);
+      if (result_.defined()) return true;
+    }
+    result_ = at::empty(shape, at::TensorOptions(shape_.dtype));
+    if (!shape_.all_reduce) load_from_slot(result_, first_partial(group_.rank()));
+    return false;
   }
 
   const Group& group_;
   ReduceShape shape_;
   at::ScalarType sum_dtype_;
+  std::int64_t result_rows_;
   SharedMemory::Lease lease_;
   int num_given_ = 0;
   int owner_ = -1;
