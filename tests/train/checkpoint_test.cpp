@@ -366,7 +366,7 @@ TEST(Checkpoint, AFullDiskIsTheSameErrorOnEveryRankAndLeavesTheLastCheckpoint) {
     const auto errors = errors_with_file_limit(dir.path(), limit);
     EXPECT_EQ(errors[0], errors[1]);
     EXPECT_THAT(errors[0], HasSubstr(fmt::format("can't write {}/.partial/{}: File too large",
-                                                 dir.path(), file)));
+                                                 dir.path().string(), file)));
     EXPECT_EQ(test::names_in(dir.path()), names);
     EXPECT_EQ(Checkpoint(dir.path()).state()->iteration, 20);
     EXPECT_THAT(wrong_after_load(dir.path(), 0, 1), IsEmpty());

@@ -128,34 +128,19 @@ double Trainer::flops_per_step() const {
 }
 
 void Trainer::save(const std::string& dir, std::int64_t iteration) {
-  std::vector<Parameter*> parameters;
-  OptimizerTensors moments;
-  for (std::size_t i = 0; i < model_.parameters().size(); ++i) {
-    parameters.push_back(&model_.parameters()[i]);
-    moments.exp_avg.push_back(optimizer_.exp_avg(i));
-    moments.exp_avg_sq.push_back(optimizer_.exp_avg_sq(i));
-  }
   TrainerState state;
   state.iteration = iteration;
   state.consumed_samples = iteration * config_.global_batch_size;
   state.seed = static_cast<std::uint64_t>(config_.seed);
   to_json(state.config, config_);
   state.tuner = tuner::choices();
-  save_checkpoint(dir, *mesh_.tp, *mesh_.dp, parameters, moments, state,
+  save_checkpoint(dir, *mesh_.tp, *mesh_.dp, model_.parameters(), optimizer_, state,
                   transformers_config(config_));
 }
 
 std::int64_t Trainer::load(const Checkpoint& checkpoint) {
-  std::vector<Parameter*> parameters;
-  OptimizerTensors moments;
-  for (std::size_t i = 0; i < model_.parameters().size(); ++i) {
-    parameters.push_back(&model_.parameters()[i]);
-    moments.exp_avg.push_back(optimizer_.exp_avg(i));
-    moments.exp_avg_sq.push_back(optimizer_.exp_avg_sq(i));
-  }
-  checkpoint.load(parameters, &moments);
+  checkpoint.load(model_.parameters(), &optimizer_);
   if (!checkpoint.state()) return 0;
-  optimizer_.set_num_steps(checkpoint.state()->iteration);
   tuner::set_choices(checkpoint.state()->tuner);
   return checkpoint.state()->iteration;
 }
