@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "braid/core/check.h"
+#include "braid/core/trace.h"
 #include "braid/layers/row_kernels.h"
 
 namespace braid {
@@ -18,6 +19,7 @@ using torch::autograd::variable_list;
 struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                                const std::optional<at::Tensor>& delta, const NormOptions& options) {
+    const trace::Span span(trace::Kind::compute, "norm");
     ctx->set_materialize_grads(false);
     const at::Tensor rows = x.contiguous();
     at::Tensor sum = delta ? at::empty_like(rows) : rows;
@@ -34,6 +36,7 @@ struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &sum = saved[0], &weight = saved[1];
+    const trace::Span span(trace::Kind::compute, "norm_backward");
     const bool has_delta = grads.size() == 2;
     at::Tensor dx = has_delta && grads[1].defined() ? grads[1].contiguous() : at::Tensor();
     at::Tensor returned_dweight;
@@ -56,6 +59,7 @@ struct RotaryAttention : torch::autograd::Function<RotaryAttention> {
                             const at::Tensor& sine, const AttentionShape& shape) {
     const auto b = shape.batch, s = qkv.size(0) / b, h = shape.num_heads,
                g = shape.num_query_groups;
+    const trace::Span span(trace::Kind::compute, "attention");
     // Head-major copies: attention reads them faster than strided rows, and the rotation has to
     // write anyway.
     at::Tensor heads = at::empty({b, h + 2 * g, s, shape.head_dim}, qkv.options());
@@ -73,6 +77,7 @@ struct RotaryAttention : torch::autograd::Function<RotaryAttention> {
     const at::Tensor &heads = saved[0], &out = saved[1], &cosine = saved[3], &sine = saved[4];
     const auto h = ctx->saved_data["num_heads"].toInt(), g = (heads.size(1) - h) / 2;
     const auto b = heads.size(0), s = heads.size(2), d = heads.size(3);
+    const trace::Span span(trace::Kind::compute, "attention_backward");
     const at::Tensor dout = grads[0].contiguous().view({s, b, h, d}).permute({1, 2, 0, 3});
     const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         dout, heads.narrow(1, 0, h), heads.narrow(1, h, g), heads.narrow(1, h + g, g), out,
@@ -98,6 +103,7 @@ struct RotaryAttention : torch::autograd::Function<RotaryAttention> {
 
 struct SwiGlu : torch::autograd::Function<SwiGlu> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate_up) {
+    const trace::Span span(trace::Kind::compute, "swiglu");
     const at::Tensor rows = gate_up.contiguous();
     at::Tensor y = at::empty({rows.size(0), rows.size(1) / 2}, rows.options());
     row_kernels::swiglu(rows, y);
@@ -105,6 +111,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
     return y;
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const trace::Span span(trace::Kind::compute, "swiglu_backward");
     const at::Tensor gate_up = ctx->get_saved_variables()[0];
     at::Tensor dgate_up = at::empty_like(gate_up);
     row_kernels::swiglu_backward(grads[0].contiguous(), gate_up, dgate_up);

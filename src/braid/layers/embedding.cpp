@@ -7,6 +7,7 @@
 
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
+#include "braid/core/trace.h"
 #include "braid/layers/row_kernels.h"
 
 namespace braid {
@@ -47,7 +48,10 @@ struct Embedding : torch::autograd::Function<Embedding> {
                             const at::Tensor& tokens, std::int64_t begin,
                             const EmbeddingOptions& options) {
     at::Tensor y = at::empty({tokens.size(0), weight.size(1)}, weight.options());
-    row_kernels::gather_rows(weight, tokens, begin, y);
+    {
+      const trace::Span span(trace::Kind::compute, "embedding");
+      row_kernels::gather_rows(weight, tokens, begin, y);
+    }
     ctx->save_for_backward({tokens});
     ctx->saved_data["begin"] = begin;
     ctx->saved_data["num_rows"] = weight.size(0);
@@ -66,6 +70,7 @@ struct Embedding : torch::autograd::Function<Embedding> {
     if (is_split(options.group) && options.sequence_parallel) {
       dy = all_gather(*options.group, dy, split_rows(tokens.size(0), options.group->size()));
     }
+    const trace::Span span(trace::Kind::compute, "embedding_backward");
     at::Tensor dw = options.main_grad;
     if (!dw.defined())
       dw = at::zeros({ctx->saved_data["num_rows"].toInt(), dy.size(1)}, dy.options());
@@ -84,7 +89,10 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     at::Tensor sums =
         at::empty({2, t}, maximum.options());  // of the exponentials; the label's logit
     at::Tensor sum = sums[0], target = sums[1];
-    row_kernels::softmax_statistics(rows, labels, begin, maximum, sum, target);
+    {
+      const trace::Span span(trace::Kind::compute, "cross_entropy");
+      row_kernels::softmax_statistics(rows, labels, begin, maximum, sum, target);
+    }
     if (is_split(group)) {
       const at::Tensor own_maximum = maximum;
       maximum = all_reduce(*group, own_maximum, ReduceOp::max);
@@ -99,6 +107,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
+    const trace::Span span(trace::Kind::compute, "cross_entropy_backward");
     at::Tensor gradient = saved[0].detach();
     gradient.unsafeGetTensorImpl()
         ->bump_version();  // a second backward through the overwritten logits must fail

@@ -8,6 +8,7 @@
 
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
+#include "braid/core/trace.h"
 
 namespace braid {
 namespace {
@@ -53,6 +54,7 @@ at::Tensor shaped_like(const at::Tensor& rows, std::vector<std::int64_t> sizes) 
 }
 
 at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const trace::Span span(trace::Kind::compute, "linear");
   return bias.defined() ? at::addmm(bias, x, weight.t()) : at::mm(x, weight.t());
 }
 
@@ -85,6 +87,12 @@ struct WeightGradient {
   at::Tensor dw;
   bool accumulate = false;
 };
+
+/// dy W.
+at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& weight) {
+  const trace::Span span(trace::Kind::compute, "input_gradient");
+  return at::mm(dy, weight);
+}
 
 at::Tensor bias_gradient(const at::Tensor& dy) {
   return dy.scalar_type() == at::kDouble ? dy.sum(0)
@@ -148,7 +156,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
     Pending<at::Tensor> dx_pending;  // on its way while dW is computed
     at::Tensor dx;
-    if (needs_dx && !sharded) dx = at::mm(dy, weight);
+    if (needs_dx && !sharded) dx = input_gradient(dy, weight);
     if (needs_dx && sharded) {
       dx_pending =
           options.sequence_parallel
@@ -220,7 +228,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
                                       gradient.accumulate, db, options.matmul,
                                       split_rows(num_rows(saved->x_sizes), num_ranks(options)));
     } else {
-      if (needs_dx) dx = at::mm(dy, weight);
+      if (needs_dx) dx = input_gradient(dy, weight);
       if (gradient.dw.defined()) weight_gradient(dy, x, gradient.dw, gradient.accumulate);
       if (needs_db) db = bias_gradient(dy);
     }
@@ -253,6 +261,7 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
 }
 
 void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
+  const trace::Span span(trace::Kind::compute, "weight_gradient");
   if (dw.scalar_type() == dy.scalar_type() && !at::isReducedFloatingType(dy.scalar_type())) {
     if (accumulate) {
       dw.addmm_(dy.t(), x);
