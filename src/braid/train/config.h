@@ -18,9 +18,9 @@ class App;
 
 namespace braid {
 
-/// What each field means, its unit and its default's meaning: the table in config_table.cpp (rendered
-/// as docs/flags.md). A field has its flag's name. 0 or an empty text stands for "not given" where the
-/// table says what then holds; validate() fills those in.
+/// What each field means, its unit and its default's meaning: the table in config_table.cpp
+/// (rendered as docs/flags.md). A field has its flag's name. 0 or an empty text stands for "not
+/// given" where the table says what then holds; validate() fills those in.
 struct TrainConfig {
   // model
   std::int64_t num_layers = 0;
@@ -115,8 +115,7 @@ struct Flag {
   std::string key() const;
 };
 
-/// The field's value in `config`, as it would be written after the flag; "on" or "off" for a
-/// switch.
+/// The field's value in `config`, as written after the flag; "on" or "off" for a switch.
 std::string text_of(const Flag& flag, const TrainConfig& config);
 /// What is written after the flag: "N", "{a,b}"; empty for a switch.
 std::string value_text(const Flag& flag);

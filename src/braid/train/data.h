@@ -72,7 +72,8 @@ struct Batch {
 /// Sequences of seq_length tokens cut from one part of a corpus, in an order of its own for each
 /// pass over them (epoch): each occurs once an epoch. Sequence i covers tokens
 /// [i * seq_length, (i + 1) * seq_length] of the part, the last one as label only; what is left
-/// at the end is unused. Same bits for the same (corpus, part, seq_length, seed). Used by one thread.
+/// at the end is unused. Same bits for the same (corpus, part, seq_length, seed).
+/// Used by one thread.
 class Dataset {
  public:
   /// The part is tokens [begin, end) of the corpus.
