@@ -271,8 +271,6 @@ TEST_F(Config, RefusesWhatDoesNotFit) {
   };
   EXPECT_THAT(refusal(sp, 4),
               HasSubstr("--tensor-model-parallel-size 4 does not divide --seq-length 14"));
-  EXPECT_THAT(refusal([](C& c) { c.nproc = 2; }, 4),
-              HasSubstr("--nproc is 2, but the environment has 4 ranks"));
   EXPECT_THAT(refusal([](C& c) { c.hidden_size = 50; }),
               HasSubstr("--num-attention-heads 4 does not divide --hidden-size 50"));
   EXPECT_THAT(refusal([](C& c) { c.num_query_groups = 3; }),

@@ -145,6 +145,8 @@ TEST(Dataset, BatchIsSequenceFirstAndLabelsAreTheNextTokens) {
   const Counting data(100);
   const Dataset dataset(data.corpus, 10, 61, 5, 1234, "training");
   EXPECT_EQ(dataset.num_sequences(), 10);
+  EXPECT_EQ(Dataset(data.corpus, 10, 60, 5, 1234, "training").num_sequences(),
+            9);  // the last has no label
   const auto batch = dataset.batch(3, 4);
   ASSERT_EQ(batch.tokens.sizes(), (at::IntArrayRef{5, 4}));
   EXPECT_EQ(batch.tokens.scalar_type(), at::kLong);

@@ -18,9 +18,9 @@ class App;
 
 namespace braid {
 
-/// What each field means, its unit and its default's meaning: the table in config.cpp (rendered as
-/// docs/flags.md). A field has its flag's name. 0 or an empty text stands for "not given" where the
-/// table says what then holds; validate() fills those in.
+/// What each field means, its unit and its default's meaning: the table in config_table.cpp
+/// (rendered as docs/flags.md). A field has its flag's name. 0 or an empty text stands for "not
+/// given" where the table says what then holds; validate() fills those in.
 struct TrainConfig {
   // model
   std::int64_t num_layers = 0;
@@ -99,24 +99,23 @@ struct Flag {
                              double TrainConfig::*, std::string TrainConfig::*>;
   std::string name;  // with dashes
   Field field;
-  std::string value =
-      {};  // what is written after the flag; empty for a switch and where choices say it
+  /// What is written after the flag; empty for a switch and where the choices say it.
+  std::string value = {};
   std::string meaning;
-  std::string unset =
-      {};            // what holds when it is not given, where the field's default does not say it
-  Range range = {};  // of numbers
+  /// What holds when it is not given, where the field's default does not say it.
+  std::string unset = {};
+  Range range = {};                       // of numbers
   std::vector<std::string> choices = {};  // of texts; empty: any
   std::vector<std::string> aliases = {};
   bool required = false;
-  std::optional<std::string> bare =
-      {};  // the text that the flag stands for when written without a value
+  /// The text that the flag stands for when it is written without a value.
+  std::optional<std::string> bare = {};
 
   /// The field's name, and its key in JSON.
   std::string key() const;
 };
 
-/// The field's value in `config`, as it would be written after the flag; "on" or "off" for a
-/// switch.
+/// The field's value in `config`, as written after the flag; "on" or "off" for a switch.
 std::string text_of(const Flag& flag, const TrainConfig& config);
 /// What is written after the flag: "N", "{a,b}"; empty for a switch.
 std::string value_text(const Flag& flag);
@@ -143,7 +142,7 @@ const std::vector<RefusedFlag>& refused_flags();
 std::string flags_markdown();
 
 /// Keys are the field names. from_json keeps the present value of keys that are missing.
-/// Errors: ValueError naming the key: unknown, or its value is of another type.
+///   Errors  ValueError naming the key: unknown, or its value is of another type
 void to_json(nlohmann::json& json, const TrainConfig& config);
 void from_json(const nlohmann::json& json, TrainConfig& config);
 
@@ -152,15 +151,15 @@ void from_json(const nlohmann::json& json, TrainConfig& config);
 void add_flags(CLI::App& app, TrainConfig& config);
 
 /// Parses the arguments (without the program's name). Returns a text where that is all the caller
-/// should print: the help, or docs/flags.md for --help-markdown. Errors: ValueError, one line
-/// naming the flag: unknown (with the closest flag there is), without its value, a value
-///         that does not parse or is out of range, recognised but not available.
+/// should print: the help, or docs/flags.md for --help-markdown.
+///   Errors  ValueError, one line naming the flag: unknown (with the closest flag there is),
+///           without its value, a value that does not parse or is out of range, refused
 std::optional<std::string> parse(CLI::App& app, std::vector<std::string> arguments);
 
 /// Checks the settings against each other, the world and the file system, and fills in what was not
 /// given. Reads and writes no file, sends nothing; the same on all ranks. Idempotent.
-///   needs_data  false: --data-path and --train-iters may be missing (a bench that makes its own
-///   tokens) Gives       warnings that the caller shows once, of settings that have no effect
+///   needs_data  false: --data-path and --train-iters may be missing (a bench)
+///   Gives       warnings that the caller shows once, of settings that have no effect
 ///   Errors      ValueError, one line naming the flags and their values
 [[nodiscard]] std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size,
                                                 bool needs_data = true);
@@ -169,7 +168,8 @@ std::optional<std::string> parse(CLI::App& app, std::vector<std::string> argumen
 MatmulOptions matmul_options(const TrainConfig& config);
 
 /// Parts of the data for training, validation and (unused) test that --split stands for; they sum
-/// to 1. Errors: ValueError on a text that is not one to three numbers >= 0 whose first is > 0.
+/// to 1.
+///   Errors  ValueError: the text is not one to three numbers >= 0 whose first is > 0
 std::vector<double> split_fractions(const std::string& split);
 
 }  // namespace braid

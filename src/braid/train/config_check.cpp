@@ -74,9 +74,6 @@ void complete_model(TrainConfig& c) {
 
 void check_parallelism(TrainConfig& c, std::int64_t world_size,
                        std::vector<std::string>& warnings) {
-  BRAID_CHECK(c.nproc == 0 || c.nproc == world_size, "--nproc is ", c.nproc,
-              ", but the environment has ", world_size,
-              " ranks. HINT: leave --nproc out where torchrun, srun or mpirun starts the ranks");
   const auto tp = c.tensor_model_parallel_size;
   const char* name = "--tensor-model-parallel-size";
   check_divides(name, tp, "the number of ranks", world_size, ". HINT: --nproc N starts N ranks");

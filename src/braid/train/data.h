@@ -1,5 +1,4 @@
-// Tokens of text, folders and shard files; the batches of a run as a pure function of (seed,
-// iteration, rank, micro-batch).
+// Tokens of texts, folders and shard files; batches as a pure function of seed and iteration.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,9 +15,9 @@ namespace braid {
 enum class TokenType : std::uint8_t { u8 = 1, u16 = 2, u32 = 4 };  // the value is the size in bytes
 
 /// Writes a token shard file (docs/data.md): a header of 32 bytes, then the tokens. An existing
-/// file is replaced at once or not at all. Errors: ValueError: a token is negative or >= vocab, or
-/// vocab does not fit the type; c10::Error naming the path when
-///         it can't be written.
+/// file is replaced at once or not at all.
+///   Errors  ValueError: a token is negative or >= vocab, or vocab does not fit the type;
+///           c10::Error naming the path: it can't be written
 void write_token_shard(const std::filesystem::path& path, const std::vector<std::int64_t>& tokens,
                        TokenType type, std::int64_t vocab);
 
@@ -31,9 +30,8 @@ void write_token_shard(const std::filesystem::path& path, const std::vector<std:
 /// folder are an error.
 class Corpus {
  public:
-  /// Errors: ValueError naming the path: nothing there, no token in it, a shard file that is cut
-  /// short or not of a known
-  ///         version or type.
+  ///   Errors  ValueError naming the path: nothing there, no token in it, a shard file that is
+  ///           cut short or not of a known version or type
   static std::shared_ptr<const Corpus> open(const std::filesystem::path& path);
   ~Corpus();
   Corpus(const Corpus&) = delete;
@@ -47,9 +45,9 @@ class Corpus {
   std::int64_t num_files() const { return num_files_; }
   std::int64_t num_skipped() const { return num_skipped_; }
 
-  /// Copies tokens [begin, begin + count) to `out`, `stride` elements apart. The range must lie
-  /// within the corpus. Errors: ValueError naming the token and its place: a shard holds one that
-  /// is >= vocab().
+  /// Copies tokens [begin, begin + count), which must lie within the corpus, to `out`, `stride`
+  /// elements apart.
+  ///   Errors  ValueError naming the token and its place: a shard holds one beyond its vocabulary
   void copy(std::int64_t begin, std::int64_t count, std::int64_t* out,
             std::int64_t stride = 1) const;
 
@@ -72,14 +70,14 @@ struct Batch {
 };
 
 /// Sequences of seq_length tokens cut from one part of a corpus, in an order of its own for each
-/// pass over them (epoch): each occurs once an epoch. Sequence i covers tokens [i * seq_length, (i
-/// + 1) * seq_length] of the part, the last one as label only; what is left at the end is unused.
-/// Same bits for the same (corpus, part, seq_length, seed). Used by one thread.
+/// pass over them (epoch): each occurs once an epoch. Sequence i covers tokens
+/// [i * seq_length, (i + 1) * seq_length] of the part, the last one as label only; what is left
+/// at the end is unused. Same bits for the same (corpus, part, seq_length, seed).
+/// Used by one thread.
 class Dataset {
  public:
   /// The part is tokens [begin, end) of the corpus.
-  /// Errors: ValueError naming `what` (the part) with both numbers: fewer than seq_length + 1
-  /// tokens.
+  ///   Errors  ValueError naming `what` (the part), both numbers: fewer than seq_length + 1 tokens
   Dataset(std::shared_ptr<const Corpus> corpus, std::int64_t begin, std::int64_t end,
           std::int64_t seq_length, std::int64_t seed, const std::string& what);
 
@@ -114,8 +112,8 @@ struct DataSplit {
 };
 
 /// Cuts the corpus as --split says: training first, then validation.
-/// Errors: ValueError with both numbers: a part too short for one sequence; corpus->vocab() above
-/// vocab_size.
+///   Errors  ValueError with both numbers: a part too short for one sequence; corpus->vocab()
+///           above vocab_size
 DataSplit split_data(const std::shared_ptr<const Corpus>& corpus, const std::string& split,
                      std::int64_t seq_length, std::int64_t vocab_size, std::int64_t seed);
 
@@ -126,7 +124,8 @@ struct NgramLoss {
 
 /// Counts the training part's bytes and measures the validation part's. The bigram table adds one
 /// to every count; the trigram table is backed off to it with the weight of 5 counts. Takes 64 MB
-/// and about 10 ns per byte. Errors: ValueError: the corpus is not text.
+/// and about 10 ns per byte.
+///   Errors  ValueError: the corpus is not text
 NgramLoss ngram_loss(const Corpus& corpus, const Dataset& train, const Dataset& validation);
 
 }  // namespace braid

@@ -26,15 +26,15 @@ MainGrads allocate_main_grads(std::vector<Parameter>& parameters);
 /// Sums over tp what is partial there (one message), then takes the mean over dp of everything
 /// (messages of kDpBucketElements, two in flight). The trainer's part of the mean is the
 /// micro-batches: it scales each one's loss by 1 / their number.
-///   Order  collective over tp and dp   Gives  the same bits on every rank of dp, and of tp where
-///   not sharded
+///   Order  collective over tp and dp
+///   Gives  the same bits on every rank of dp, and of tp where not sharded
 void reduce_gradients(const MainGrads& grads, const Group& tp, const Group& dp);
 inline constexpr std::int64_t kDpBucketElements = std::int64_t{1} << 20;
 
 /// The 2-norm of the whole model's gradient, after reduce_gradients: sharded parameters count on
 /// every tp rank, the others once (rank 0's). Sums in f64.
-///   Order  collective over tp   Gives  the same bits on every rank; infinite or NaN where a
-///   gradient is
+///   Order  collective over tp
+///   Gives  the same bits on every rank; infinite or NaN where a gradient is
 double grad_norm(const std::vector<Parameter>& parameters, const Group& tp);
 
 /// Scales the gradients by max_norm / norm where norm is above max_norm; max_norm 0 leaves them as
