@@ -98,7 +98,7 @@ void check(const std::vector<Case>& cases, bool column) {
 
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
-  for (const Mode mode : {Mode::serial, Mode::chunked, Mode::fused}) {
+  for (const Mode mode : {Mode::serial, Mode::chunked, Mode::fused, Mode::automatic}) {
     for (const int bits : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) {
       Case c;
       c.mode = mode;

@@ -133,6 +133,7 @@ TEST(Transformer, EqualsTransformersLlama) {
       for (const bool sequence_parallel : {false, true}) {
         check(reference, {num_ranks, sequence_parallel, Mode::serial});
         check(reference, {num_ranks, sequence_parallel, Mode::fused});
+        check(reference, {num_ranks, sequence_parallel, Mode::automatic});
       }
     }
     check(reference, {3, true, Mode::chunked});

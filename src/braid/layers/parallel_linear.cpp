@@ -2,21 +2,18 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
-#include "braid/core/trace.h"
+#include "braid/ops/tile_matmul.h"
 
 namespace braid {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr std::int64_t kTileRows = 512;  // rows of half types converted to f32 at a time
 
 /// What a layer's backward needs besides tensors; kept in the autograd context.
 struct Saved : torch::CustomClassHolder {
@@ -53,9 +50,15 @@ at::Tensor shaped_like(const at::Tensor& rows, std::vector<std::int64_t> sizes) 
   return at::_unsafe_view(rows, sizes);  // the caller may write to y in place: not a view
 }
 
+/// x W^T + b without communication; half types through f32, as in the collective matmuls.
 at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const trace::Span span(trace::Kind::compute, "linear");
-  return bias.defined() ? at::addmm(bias, x, weight.t()) : at::mm(x, weight.t());
+  const at::Tensor w = weight.detach();
+  at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
+  const bool prefill = bias.defined() && !at::isReducedFloatingType(y.scalar_type());
+  if (prefill) y.copy_(bias.detach().expand_as(y));
+  TileMatmul(w).multiply(x, y, prefill);
+  if (bias.defined() && !prefill) y.add_(bias.detach());
+  return y;
 }
 
 void check_operands(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
@@ -88,10 +91,12 @@ struct WeightGradient {
   bool accumulate = false;
 };
 
-/// dy W.
-at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& weight) {
-  const trace::Span span(trace::Kind::compute, "input_gradient");
-  return at::mm(dy, weight);
+/// dw (+)= dy^T x without communication, summed in f32 whatever the types.
+void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
+  if (!at::isReducedFloatingType(dw.scalar_type())) return add_weight_grad(dy, x, dw, accumulate);
+  const at::Tensor sum = at::empty(dw.sizes(), dw.options().dtype(at::kFloat));
+  add_weight_grad(dy, x, sum, false);
+  dw.copy_(sum);
 }
 
 at::Tensor bias_gradient(const at::Tensor& dy) {
@@ -156,7 +161,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
     Pending<at::Tensor> dx_pending;  // on its way while dW is computed
     at::Tensor dx;
-    if (needs_dx && !sharded) dx = input_gradient(dy, weight);
+    if (needs_dx && !sharded) dx = plain_linear(dy, weight.t(), {});
     if (needs_dx && sharded) {
       dx_pending =
           options.sequence_parallel
@@ -223,12 +228,16 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
     WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
     at::Tensor dx, db;
     if (num_ranks(options) > 1 && options.sequence_parallel) {
+      const auto num_tokens = num_rows(saved->x_sizes);
       if (needs_db) db = at::zeros({weight.size(0)}, weight.options());
-      dx = all_gather_matmul_backward(*options.group, dy, weight, x, needs_dx, gradient.dw,
+      // A frozen weight's x was not kept: only its shape is asked for.
+      const at::Tensor x_or_shape =
+          x.defined() ? x : at::empty({1}, dy.options()).expand({num_tokens, weight.size(1)});
+      dx = all_gather_matmul_backward(*options.group, dy, weight, x_or_shape, needs_dx, gradient.dw,
                                       gradient.accumulate, db, options.matmul,
-                                      split_rows(num_rows(saved->x_sizes), num_ranks(options)));
+                                      split_rows(num_tokens, num_ranks(options)));
     } else {
-      if (needs_dx) dx = input_gradient(dy, weight);
+      if (needs_dx) dx = plain_linear(dy, weight.t(), {});
       if (gradient.dw.defined()) weight_gradient(dy, x, gradient.dw, gradient.accumulate);
       if (needs_db) db = bias_gradient(dy);
     }
@@ -258,32 +267,6 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                    "row_parallel_linear: x of 3 or more dims, dim 0 modulo the ranks and 0");
   }
   return RowLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
-}
-
-void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
-  const trace::Span span(trace::Kind::compute, "weight_gradient");
-  if (dw.scalar_type() == dy.scalar_type() && !at::isReducedFloatingType(dy.scalar_type())) {
-    if (accumulate) {
-      dw.addmm_(dy.t(), x);
-    } else {
-      at::mm_out(dw, dy.t(), x);
-    }
-    return;
-  }
-  at::Tensor sum =
-      dw.scalar_type() == at::kFloat ? dw : at::zeros(dw.sizes(), dw.options().dtype(at::kFloat));
-  if (sum.is_same(dw) && !accumulate) sum.zero_();
-  for (std::int64_t begin = 0; begin < dy.size(0); begin += kTileRows) {
-    const auto length = std::min(kTileRows, dy.size(0) - begin);
-    sum.addmm_(dy.narrow(0, begin, length).to(at::kFloat).t(),
-               x.narrow(0, begin, length).to(at::kFloat));
-  }
-  if (sum.is_same(dw)) return;
-  if (accumulate) {
-    dw.add_(sum);
-  } else {
-    dw.copy_(sum);
-  }
 }
 
 }  // namespace braid

@@ -52,8 +52,4 @@ at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                const at::Tensor& bias, const LinearOptions& options);
 
-/// dw (+)= dy^T x, summed in f32 whatever the types.
-///   Shapes  dy [t, n]   x [t, k]   dw [n, k], f32 or dy's dtype
-void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate);
-
 }  // namespace braid
