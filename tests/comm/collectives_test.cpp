@@ -170,6 +170,25 @@ TEST(SharedMemoryErrors, ALostRankIsNamedAndTheGroupRefusesFurtherCalls) {
   });
 }
 
+TEST(NetworkErrors, AGroupThatLostAPeerRefusesFurtherCalls) {
+  run_ranks(2,
+            [&](const auto& group) {
+              barrier(*group);
+              if (group->rank() == 1) return;  // leaves
+              for (int attempt = 0; attempt < 2; ++attempt) {
+                try {
+                  (void)reduce_scatter(*group, at::ones({4, 2}));
+                  ADD_FAILURE() << "no error";
+                } catch (const c10::DistBackendError& error) {
+                  const std::string text = error.what_without_backtrace();
+                  EXPECT_NE(text.find("reduce_scatter: group"), std::string::npos) << text;
+                  EXPECT_EQ(text.find("unusable") != std::string::npos, attempt == 1) << text;
+                }
+              }
+            },
+            {std::chrono::seconds(2), false});
+}
+
 TEST(SharedMemoryErrors, ASilentRankEndsTheWaitWithinTheTimeOut) {
   std::atomic<bool> waited = false;
   run_ranks(2,
@@ -187,7 +206,7 @@ TEST(SharedMemoryErrors, ASilentRankEndsTheWaitWithinTheTimeOut) {
 TEST(SharedMemoryErrors, TooManyInFlight) {
   run_ranks(2, [&](const auto& group) {
     std::vector<Pending<at::Tensor>> started;
-    for (int i = 0; i < SharedMemory::kSlots; ++i)
+    for (int i = 0; i < SharedMemory::kInFlight; ++i)
       started.push_back(start_all_reduce(*group, at::ones({2})));
     EXPECT_THROW((void)start_all_reduce(*group, at::ones({2})), c10::ValueError);
     for (auto& pending : started) EXPECT_EQ(pending.wait().sum().template item<float>(), 4);

@@ -31,6 +31,7 @@ Group::~Group() = default;
 
 c10d::Backend& Group::backend() const {
   TORCH_INTERNAL_ASSERT(size_ > 1, "a group of one has no messages to send");
+  TORCH_CHECK_WITH(DistBackendError, lost_.empty(), "group ", name_, " is unusable since: ", lost_);
   if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout);
   return *backend_;
 }

@@ -44,7 +44,10 @@ class Group {
   /// one.
   SharedMemory* memory() const { return memory_.get(); }
   /// The process group, connected at its first use: collective then. Not for groups of one.
+  /// Errors: DistBackendError after lost().
   c10d::Backend& backend() const;
+  /// A message over the process group failed: it refuses further calls, and says why.
+  void lost(const std::string& why) const { lost_ = why; }
 
   /// A tag for point-to-point messages, different for every operation in flight; the same on all
   /// ranks.
@@ -58,6 +61,7 @@ class Group {
   c10::intrusive_ptr<c10d::Store> store_;
   mutable c10::intrusive_ptr<c10d::Backend> backend_;
   std::unique_ptr<SharedMemory> memory_;
+  mutable std::string lost_;
   mutable std::int64_t num_tags_ = 0;
 };
 

@@ -24,11 +24,13 @@ auto naming(const Group& group, const char* op, F&& f) {
     throw;
   } catch (const std::exception& error) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
-    TORCH_CHECK_WITH(
-        DistBackendError, false,
-        fmt::format("{}: group {} rank {}: {:.3f} s elapsed of at most {:.3f} s: {}", op,
-                    group.name(), group.rank(), elapsed.count(),
-                    std::chrono::duration<double>(group.timeout()).count(), error.what()));
+    const auto* ours = dynamic_cast<const c10::Error*>(&error);
+    const std::string text = fmt::format(
+        "{}: group {} rank {}: {:.3f} s elapsed of at most {:.3f} s: {}", op, group.name(),
+        group.rank(), elapsed.count(), std::chrono::duration<double>(group.timeout()).count(),
+        ours != nullptr ? ours->what_without_backtrace() : error.what());
+    group.lost(text);
+    TORCH_CHECK_WITH(DistBackendError, false, text);
     throw;
   }
 }
