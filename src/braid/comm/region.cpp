@@ -54,6 +54,7 @@ std::byte* map_fd(int fd, std::size_t bytes) {
   TORCH_CHECK(data != MAP_FAILED, "can't map ", bytes,
               " bytes of shared memory: ", std::strerror(errno),
               ". HINT: a smaller BRAID_SLOT_BYTES reserves less address space");
+  ::madvise(data, bytes, MADV_DONTDUMP);  // a core file would walk through all of it
   return static_cast<std::byte*>(data);
 }
 
