@@ -1,12 +1,17 @@
 // Split-phase collectives: start_x(...) -> Pending, whose wait() gives the result; over shared
 // memory inside a host, over the process group between hosts.
 //
-// All are collective: every rank calls them in the same order on a group; at least two may be in
-// flight. Rows are dim 0. Inputs may be strided; results are new contiguous tensors. Groups of one
-// work. Sums are in f32 (f64 for f64, integers in themselves), in rank order, rounded once: the
-// same bits on every rank and in every run. Errors  ValueError before any payload, the same on
-// every rank, when dtypes or shapes disagree (shared memory);
-//         DistBackendError naming op, group, rank, peer, elapsed and time-out when a peer is lost.
+//   Shapes  rows are dim 0; inputs may be strided, results are new contiguous tensors; groups of
+//           one work
+//   Sums    in f32 (f64 for f64, integers in themselves), in rank order, rounded once: the same
+//           bits on every rank and in every run (over the process group an all-reduce's order is
+//           Gloo's)
+//   Order   collective: every rank starts them in the same order on a group, at least two may be in
+//           flight; all-reduces are waited for in that order too, as their second hop is in wait().
+//           Inputs stay unwritten until wait()
+//   Errors  ValueError before any payload, the same on every rank, when dtypes or shapes disagree
+//           (shared memory); DistBackendError naming op, group, rank, peer, elapsed time and
+//           time-out when a peer is lost
 #pragma once
 
 #include <ATen/ATen.h>
@@ -21,14 +26,13 @@ namespace braid {
 
 enum class ReduceOp : std::uint8_t { sum, max };
 
-/// Rows of a tensor of `rows` rows that each of `size` ranks owns: as at::tensor_split, the first
-/// ones have one more.
+/// Rows that each of `size` ranks owns of `rows`: as at::tensor_split, the first ones one more.
 std::vector<std::int64_t> split_rows(std::int64_t rows, int size);
 
 /// Concatenates the shards of all ranks, rank 0 first.
 ///   Shapes  x_shard [t_r, ...]; t_r may differ by rank; returns [sum t_r, ...].
 ///   rows    t_r of every rank where the caller knows them; empty: they are exchanged first (a
-///   blocking message between hosts)
+///           blocking message between hosts)
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows = {});
 /// Sums x over the ranks and gives each rank its rows.
@@ -37,13 +41,13 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
                                          std::vector<std::int64_t> rows = {});
 /// Reduces x over the ranks.
-///   Shapes  x any, the same on all ranks; returns its shape.   out: where the result goes if given
-///   (may be x itself).
+///   Shapes  x any, the same on all ranks; returns its shape.
+///   out     where the result goes if given; may be x itself
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x,
                                      ReduceOp op = ReduceOp::sum, at::Tensor out = {});
 /// Sends send_rows[p] rows of x to rank p, in order.
 ///   Shapes  x [sum send_rows, ...]; returns [sum recv_rows, ...], rank 0's rows first.
-///   recv_rows[p] is p's send_rows[rank].
+///   recv_rows   entry p is rank p's send_rows[rank]
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows);

@@ -2,8 +2,14 @@
 // backward needs.
 //
 // Weights are stored [n, k] (as torch.nn.Linear) and may be any 2-D strided view: a backward pass
-// gives weight.t(). x may be strided; leading dims are rows: [..., k]. Group order and errors as in
-// comm/collectives.h. Sums over ranks are in f32 and in rank order, rounded once.
+// gives weight.t(). x may be strided; leading dims are rows: [..., k].
+//   Sums    over ranks: in f32 (f64 for f64), in rank order with the owner's own product last,
+//           rounded once
+//   Order   collective: all ranks, same order; at least two may be in flight. A start_ keeps its
+//           inputs, which must stay unwritten until wait()
+//   Errors  as comm/collectives.h; ValueError before any message when shapes or dtypes of x, weight
+//           and bias don't fit
+//   Source  CoC: ALL_GATHER_MATMUL (V2), MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,10 +24,9 @@
 namespace braid {
 
 enum class Mode : std::uint8_t {
-  serial,   // one collective, one matmul
-  chunked,  // num_chunks collectives, each beside the next chunk's matmul
-  fused,  // matmuls read and write the peers' memory (one host; elsewhere runs chunked and says so
-          // once)
+  serial,     // one collective, one matmul
+  chunked,    // num_chunks collectives, each beside the next chunk's matmul
+  fused,      // matmuls read and write the peers' memory (one host; elsewhere chunked, said once)
   automatic,  // the tuner's choice
 };
 
@@ -31,8 +36,10 @@ struct MatmulOptions {
 };
 
 /// y = all_gather(x_shard) @ weight^T + bias.
-///   Shapes  x_shard [t_r, k] (t_r may differ by rank)   weight [n, k]   bias [n]   returns [sum
-///   t_r, n] rows    t_r of every rank where known (see start_all_gather)
+///   Shapes  x_shard [t_r, k] (t_r may differ by rank)   weight [n, k]   bias [n]
+///           returns [sum t_r, n]
+///   rows    t_r of every rank where known (see start_all_gather)
+///   Cost    (R-1)/R of the gathered rows read from the peers; 2 * sum t_r * k * n flop
 [[nodiscard]] at::Tensor all_gather_matmul(const Group& group, const at::Tensor& x_shard,
                                            const at::Tensor& weight, const at::Tensor& bias = {},
                                            MatmulOptions options = {},
@@ -50,9 +57,8 @@ struct GatheredMatmul {
 
 /// Gradient of a weight whose input is sharded by rows: dw (+)= dy^T @ all_gather(x_shard), the
 /// shards read where they are.
-///   Shapes  dy [sum t_r, n]   x_shard [t_r, k]   dw [n, k], f32 or dy's dtype; accumulate adds to
-///   it
-/// The start publishes x_shard, the wait multiplies: what is started in between finds the peers' shards there.
+/// The start publishes x_shard, the wait multiplies: by then the peers' shards are there.
+///   Shapes  dy [sum t_r, n]   x_shard [t_r, k]   dw [n, k], f32 or dy's dtype; accumulate adds to it
 [[nodiscard]] Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
                                                    const at::Tensor& x_shard, const at::Tensor& dw,
                                                    bool accumulate, MatmulOptions options = {},
@@ -62,10 +68,11 @@ void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor
                       std::vector<std::int64_t> rows = {});
 
 /// Both gradients of a row-parallel layer in one pass over the gathered tiles:
-/// dx = all_gather(dy_shard) @ weight;  dw (+)= all_gather(dy_shard)^T @ x;  db (+)= column sums of
+/// dx = all_gather(dy_shard) @ weight;  dw (+)= all_gather(dy_shard)^T @ x;  db += column sums of
 /// all_gather(dy_shard).
-///   Shapes  dy_shard [t_r, n]   weight [n, k]   x [sum t_r, k]   returns [sum t_r, k] (undefined
-///   if !need_dx) dw, db  skipped where undefined
+///   Shapes  dy_shard [t_r, n]   weight [n, k]   x [sum t_r, k]   dw [n, k]   db [n]
+///           returns [sum t_r, k], undefined if !need_dx
+///   dw, db  skipped where undefined
 [[nodiscard]] at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_shard,
                                                     const at::Tensor& weight, const at::Tensor& x,
                                                     bool need_dx, at::Tensor dw, bool accumulate_dw,
@@ -73,8 +80,10 @@ void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor
                                                     std::vector<std::int64_t> rows = {});
 
 /// y_shard = reduce_scatter(x @ weight^T) + bias, bias added once.
-///   Shapes  x [t, k_r] the same t on all ranks   weight [n, k_r]   bias [n]   returns
-///   [split_rows(t, R)[rank], n]
+///   Shapes  x [t, k_r] the same t on all ranks   weight [n, k_r]   bias [n]
+///           returns [split_rows(t, R)[rank], n]
+///   Keeps   a large result owns a slot of shared memory until it is freed (NOTE [kept result])
+///   Cost    (R-1)/R * t * n sums written to the peers; 2 * t * k_r * n flop
 [[nodiscard]] Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group,
                                                               const at::Tensor& x,
                                                               const at::Tensor& weight,
@@ -87,6 +96,8 @@ void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor
 
 /// y = all_reduce(x @ weight^T) + bias, bias added once.
 ///   Shapes  x [..., k_r]   weight [n, k_r]   bias [n]   returns [..., n]
+///   Keeps   as matmul_reduce_scatter
+///   Cost    (R-1)/R * t * n sums written to the peers, as many read from them; 2 * t * k_r * n flop
 [[nodiscard]] Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
                                                           const at::Tensor& weight,
                                                           const at::Tensor& bias = {},
