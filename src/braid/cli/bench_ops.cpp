@@ -35,6 +35,15 @@ const std::map<std::string, Op> kOps{{"all_gather_matmul", run_all_gather_matmul
                                      {"matmul_reduce_scatter", run_matmul_reduce_scatter},
                                      {"matmul_all_reduce", run_matmul_all_reduce}};
 
+/// The collective as torch.distributed's users have it: c10d's own over Gloo, whole and blocking.
+void c10d_collective(const Group& gloo, const std::string& op, at::Tensor out, at::Tensor in) {
+  std::vector<at::Tensor> message{out};
+  const auto work = op == "all_gather_matmul"       ? gloo.backend()._allgather_base(out, in)
+                    : op == "matmul_reduce_scatter" ? gloo.backend()._reduce_scatter_base(out, in)
+                                                    : gloo.backend().allreduce(message);
+  work->wait();
+}
+
 at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape).to(dtype);
 }
@@ -92,6 +101,29 @@ void bench_op(const OpCase& c, const Place& place) {
   const at::Tensor x_whole = gathers ? random({c.m, c.k}, c.dtype) : x;
   at::Tensor y = at::empty({c.m, w.size(0)}, x.options());
   const at::Tensor partial = random({c.m, c.n}, c.dtype);
+  const bool even = c.m % ranks == 0;  // what c10d's collectives ask for
+  at::Tensor gathered = at::empty({c.m, c.k}, x.options()),
+             scattered = at::empty({c.m / ranks, c.n}, x.options());
+  const auto c10d_alone = [&] {
+    if (gathers)
+      c10d_collective(*gloo, c.op, gathered, x);
+    else if (c.op == "matmul_reduce_scatter")
+      c10d_collective(*gloo, c.op, scattered, partial);
+    else
+      c10d_collective(*gloo, c.op, partial, partial);
+  };
+  const auto c10d_serial = [&] {  // with results of its own, as a layer makes them
+    if (gathers) {
+      const at::Tensor full = at::empty_like(gathered);
+      c10d_collective(*gloo, c.op, full, x);
+      (void)at::mm(full, w.t());
+    } else {
+      const at::Tensor product = at::mm(x, w.t());
+      c10d_collective(*gloo, c.op,
+                      c.op == "matmul_reduce_scatter" ? at::empty_like(scattered) : product,
+                      product);
+    }
+  };
   const auto communicate = [&](const Group& over) {
     if (gathers)
       (void)all_gather(over, x);
@@ -111,8 +143,12 @@ void bench_op(const OpCase& c, const Place& place) {
     candidates.push_back(
         {fmt::format("chunked{}", chunks), in_mode(group, {Mode::chunked, chunks})});
   candidates.push_back({"comm_shm", [&] { communicate(*group); }});
-  candidates.push_back({"serial_gloo", in_mode(gloo, {Mode::serial})});
-  candidates.push_back({"comm_gloo", [&] { communicate(*gloo); }});
+  candidates.push_back({"serial_p2p", in_mode(gloo, {Mode::serial})});
+  candidates.push_back({"comm_p2p", [&] { communicate(*gloo); }});
+  if (even) {
+    candidates.push_back({"serial_gloo", c10d_serial});
+    candidates.push_back({"comm_gloo", c10d_alone});
+  }
   const std::vector<double> times = time_interleaved(*group, candidates, c.rounds);
   if (place.rank != 0) return;
 
@@ -121,7 +157,7 @@ void bench_op(const OpCase& c, const Place& place) {
                                     [&](const auto& x2) { return x2.name == name; });
     return times[static_cast<std::size_t>(found - candidates.begin())];
   };
-  const double gemm = time_of("gemm"), serial = time_of("serial_gloo");
+  const double gemm = time_of("gemm"), serial = time_of(even ? "serial_gloo" : "serial_p2p");
   const auto efficiency = [&](double t) { return 1 - (t - gemm) / (serial - gemm); };
   if (c.json) {
     fmt::print("{}\n", as_json(c, ranks, candidates, times, time_of("fused") / gemm,

@@ -18,6 +18,7 @@ void check_rows(const Group& group, const char* op, const char* what,
                 const std::vector<std::int64_t>& rows) {
   BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": ", what, " has ",
               rows.size(), " entries, group ", group.name(), " has ", group.size(), " ranks");
+  for (const std::int64_t n : rows) BRAID_CHECK(n >= 0, op, ": ", what, " has an entry of ", n);
 }
 
 void check_total(const char* what, const std::vector<std::int64_t>& rows, const at::Tensor& x) {

@@ -8,6 +8,18 @@
 #include <climits>
 
 namespace braid {
+namespace {
+
+/// Tells the core that this is a loop of polls.
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
 
 void Flag::raise(std::uint64_t to) {
   value.store(to, std::memory_order_seq_cst);  // ordered before the look at waiters
@@ -18,7 +30,7 @@ void Flag::raise(std::uint64_t to) {
 bool Flag::spin(std::uint64_t at_least, int spins) const {
   for (int i = 0; i < spins; ++i) {
     if (reached(at_least)) return true;
-    __builtin_ia32_pause();
+    relax();
   }
   return reached(at_least);
 }

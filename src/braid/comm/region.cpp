@@ -11,10 +11,14 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <map>
 #include <mutex>
+
+#include "braid/core/check.h"
 
 namespace braid {
 namespace {
@@ -78,8 +82,14 @@ void send_region(int socket, const Greeting& greeting, int fd) {
 }
 
 bool readable(int socket, std::chrono::milliseconds timeout) {
-  pollfd entry{socket, POLLIN, 0};
-  return ::poll(&entry, 1, static_cast<int>(timeout.count())) > 0;
+  using Clock = std::chrono::steady_clock;
+  for (const auto deadline = Clock::now() + timeout;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    pollfd entry{socket, POLLIN, 0};
+    const int result =
+        ::poll(&entry, 1, static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, INT_MAX)));
+    if (result >= 0 || errno != EINTR) return result > 0;
+  }
 }
 
 /// Returns the descriptor, -1 when the message is not a greeting.
@@ -94,7 +104,8 @@ int receive_region(int socket, Greeting& greeting, std::chrono::milliseconds tim
   message.msg_controllen = sizeof control;
   if (::recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != sizeof greeting) return -1;
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return -1;
+  if (header == nullptr || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
+    return -1;
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
   return fd;
@@ -139,27 +150,48 @@ Descriptor connect_to(const Nonce& nonce) {
   Descriptor fd = make_socket();
   socklen_t length = 0;
   const sockaddr_un address = address_of(socket_name(nonce), length);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    return Descriptor();
-  return fd;
+  int result = 0;
+  do {
+    result = ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length);
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? std::move(fd) : Descriptor();
 }
 
-/// Values of all ranks under `key`, mine included.
-template <class T>
-std::vector<T> share(c10d::Store& store, const std::string& key, int rank, int size,
-                     const T& mine) {
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(&mine);
-  store.set(key + std::to_string(rank), std::vector<std::uint8_t>(bytes, bytes + sizeof mine));
-  std::vector<T> all(static_cast<std::size_t>(size), mine);
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    const auto text = store.get(key + std::to_string(peer));
-    TORCH_CHECK(text.size() == sizeof(T), "the store's ", key, peer,
-                " is not what a rank of braid wrote");
-    std::memcpy(&all[static_cast<std::size_t>(peer)], text.data(), sizeof(T));
+/// A group's rank and store, for the exchange.
+struct Member {
+  c10d::Store& store;
+  const std::string& group;
+  int rank, size;
+
+  /// Values of all ranks under `key`, mine included.
+  template <class T>
+  std::vector<T> share(const std::string& key, const T& mine) const {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(&mine);
+    std::vector<T> all(static_cast<std::size_t>(size), mine);
+    int peer = rank;
+    try {
+      store.set(key_of(key, rank), std::vector<std::uint8_t>(bytes, bytes + sizeof mine));
+      for (peer = 0; peer < size; ++peer) {
+        if (peer == rank) continue;
+        const auto text = store.get(key_of(key, peer));
+        TORCH_CHECK(text.size() == sizeof(T), key_of(key, peer), " is not what braid wrote");
+        std::memcpy(&all[static_cast<std::size_t>(peer)], text.data(), sizeof(T));
+      }
+    } catch (const std::exception& error) {
+      const auto* known = dynamic_cast<const c10::Error*>(&error);
+      C10_THROW_ERROR(
+          DistBackendError,
+          fmt::format("group {} rank {}: rank {} did not come to make the group: {}", group, rank,
+                      peer, known != nullptr ? known->what_without_backtrace() : error.what()));
+    }
+    return all;
   }
-  return all;
-}
+
+ private:
+  static std::string key_of(const std::string& key, int rank) {
+    return fmt::format("shared_memory/{}/{}", key, rank);
+  }
+};
 
 }  // namespace
 
@@ -213,26 +245,36 @@ void Region::allocate(std::size_t begin, std::size_t end) const {
 Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
                           int rank, int size, const std::shared_ptr<Region>& mine,
                           std::size_t bytes, std::chrono::milliseconds timeout) {
+  struct Offer {
+    Nonce nonce;
+    std::uint64_t bytes;
+  };
   struct Seen {
     bool all;
   };
   Exchange result;
+  const Member member{*store, group, rank, size};
   Descriptor listener = listen_on(mine->nonce(), size);
-  const std::vector<Nonce> all = share(*store, group + "/nonce/", rank, size, mine->nonce());
+  const std::vector<Offer> all = member.share("offer", Offer{mine->nonce(), bytes});
 
   std::vector<Descriptor> sockets(static_cast<std::size_t>(size));
   bool local = true;
   for (int peer = 0; peer < rank && local; ++peer) {
     const auto p = static_cast<std::size_t>(peer);
-    sockets[p] = connect_to(all[p]);
+    sockets[p] = connect_to(all[p].nonce);
     local = sockets[p].get() >= 0 && same_user(sockets[p].get());
-    if (local) send_region(sockets[p].get(), {mine->nonce(), all[p], rank}, mine->fd());
+    if (local) send_region(sockets[p].get(), {mine->nonce(), all[p].nonce, rank}, mine->fd());
   }
   // A connection waits in the listener's backlog, so nobody has to accept before all know that all
   // are here.
-  for (const Seen& seen : share(*store, group + "/local/", rank, size, Seen{local}))
-    local = local && seen.all;
+  for (const Seen& seen : member.share("local", Seen{local})) local = local && seen.all;
   if (!local) return result;
+  for (int peer = 1; peer < size; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    BRAID_CHECK(all[p].bytes == all[0].bytes, "group ", group, ": ranks 0 and ", peer,
+                " differ in their bytes of shared memory: ", all[0].bytes, " and ", all[p].bytes,
+                ". HINT: the same BRAID_SLOT_BYTES on all ranks of a host");
+  }
 
   std::vector<std::shared_ptr<Region>> regions(static_cast<std::size_t>(size));
   regions[static_cast<std::size_t>(rank)] = mine;
@@ -240,7 +282,7 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     const int fd = receive_region(socket, greeting, timeout);
     if (fd < 0) return std::shared_ptr<Region>();
     const bool known = greeting.rank >= 0 && greeting.rank < size &&
-                       greeting.from == all[static_cast<std::size_t>(greeting.rank)] &&
+                       greeting.from == all[static_cast<std::size_t>(greeting.rank)].nonce &&
                        greeting.to == mine->nonce();
     if (!known) {
       ::close(fd);

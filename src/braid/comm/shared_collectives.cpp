@@ -1,10 +1,13 @@
 // Collectives over the memory that the ranks of a host map.
+#include <c10/util/hash.h>
+
 #include <cstring>
 #include <numeric>
 
 #include "braid/comm/shared_memory.h"
 #include "braid/comm/slot_tensor.h"
 #include "braid/comm/transports.h"
+#include "braid/core/check.h"
 
 namespace braid::shared {
 namespace {
@@ -13,16 +16,18 @@ namespace {
 // a part and shares it).
 constexpr std::size_t kOneShotBytes = 256 << 10;
 
-Header make_header(const char* op, const at::Tensor& x, std::int64_t row_elements) {
+std::int64_t num_rows(const at::Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
+std::int64_t row_elements(const at::Tensor& x) {
+  return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(1));
+}
+
+Header make_header(const char* op, const at::Tensor& x) {
   Header header;
   std::strncpy(header.op, op, sizeof header.op - 1);
   header.dtype = static_cast<std::int64_t>(x.scalar_type());
-  header.n = row_elements;
+  header.n = row_elements(x);
+  header.rows = num_rows(x);
   return header;
-}
-
-std::int64_t row_elements(const at::Tensor& x) {
-  return c10::multiply_integers(x.sizes().slice(1));
 }
 
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
@@ -36,21 +41,20 @@ std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
 void reduce_slots(const SharedMemory::Lease& lease, int size, std::size_t offset, ReduceOp op,
                   at::Tensor out) {
   const trace::Span span(trace::Kind::copy, "reduce");
-  const auto part = [&](int rank) {
-    const at::Tensor slot = slot_tensor(lease, rank, offset, out.sizes(), out.scalar_type());
-    tsan::read(slot.data_ptr(), slot.nbytes());
-    return slot;
-  };
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < size; ++rank)
+    parts.push_back(slot_tensor(lease, rank, offset, out.sizes(), out.scalar_type()));
+  const SlotReads reads(parts);
   const at::ScalarType dtype = sum_dtype(out.scalar_type());
   if (op == ReduceOp::max) {
-    at::maximum_out(out, part(0), part(1));
-    for (int rank = 2; rank < size; ++rank) at::maximum_out(out, out, part(rank));
+    at::maximum_out(out, parts[0], parts[1]);
+    for (std::size_t rank = 2; rank < parts.size(); ++rank) at::maximum_out(out, out, parts[rank]);
   } else if (dtype == out.scalar_type()) {
-    at::add_out(out, part(0), part(1));
-    for (int rank = 2; rank < size; ++rank) out.add_(part(rank));
+    at::add_out(out, parts[0], parts[1]);
+    for (std::size_t rank = 2; rank < parts.size(); ++rank) out.add_(parts[rank]);
   } else {
-    at::Tensor sum = part(0).to(dtype);
-    for (int rank = 1; rank < size; ++rank) sum.add_(part(rank));
+    at::Tensor sum = parts[0].to(dtype);
+    for (std::size_t rank = 1; rank < parts.size(); ++rank) sum.add_(parts[rank]);
     out.copy_(sum);
   }
 }
@@ -65,18 +69,23 @@ std::shared_ptr<SharedMemory::Lease> start(const Group& group, const Header& hea
 
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows) {
-  Header header = make_header("all_gather", x_shard, row_elements(x_shard));
-  header.rows = x_shard.size(0);
+  Header header = make_header("all_gather", x_shard);
   header.rows_agree = false;
   auto lease = start(group, header, x_shard.nbytes());
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x_shard.sizes(), x_shard.scalar_type()),
                 x_shard);
   lease->publish(1);
-  return Pending<at::Tensor>([&group, x_shard, lease] {
+  return Pending<at::Tensor>([&group, x_shard, rows = std::move(rows), lease] {
     const trace::Operation operation("all_gather");
     lease->agree();
     std::int64_t total = 0;
-    for (int peer = 0; peer < group.size(); ++peer) total += lease->header(peer).rows;
+    for (int peer = 0; peer < group.size(); ++peer) {
+      const std::int64_t n = lease->header(peer).rows;
+      BRAID_CHECK(rows.empty() || rows[static_cast<std::size_t>(peer)] == n, "all_gather: rank ",
+                  peer, " of group ", group.name(), " has ", n, " rows, rank ", group.rank(),
+                  " expects ", rows[static_cast<std::size_t>(peer)]);
+      total += n;
+    }
     at::Tensor out = at::empty(with_rows(x_shard, total), x_shard.options());
     std::int64_t begin = 0;
     for (int peer = 0; peer < group.size(); ++peer) {
@@ -98,8 +107,8 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
 
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
                                          std::vector<std::int64_t> rows) {
-  Header header = make_header("reduce_scatter", x, row_elements(x));
-  header.rows = x.size(0);
+  Header header = make_header("reduce_scatter", x);
+  header.set_variant("split of rows (hash)", static_cast<std::int64_t>(c10::get_hash(rows)));
   auto lease = start(group, header, x.nbytes());
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
@@ -120,8 +129,8 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
 
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
                                      at::Tensor out) {
-  Header header = make_header("all_reduce", x, x.numel());
-  header.variant = static_cast<std::int64_t>(op);
+  Header header = make_header("all_reduce", x);
+  header.set_variant("reduction", static_cast<std::int64_t>(op));
   const bool one_shot = x.nbytes() <= kOneShotBytes;
   auto lease = start(group, header, x.nbytes());
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
@@ -168,29 +177,35 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows) {
   const auto size = static_cast<std::size_t>(group.size());
-  const std::size_t table = size * sizeof(std::int64_t);  // send_rows, then the payload
-  Header header = make_header("all_to_all", x, row_elements(x));
-  header.rows = x.size(0);
+  // send_rows, recv_rows, then the payload
+  const std::size_t row_bytes = size * sizeof(std::int64_t), table = 2 * row_bytes;
+  Header header = make_header("all_to_all", x);
   header.rows_agree = false;
   auto lease = start(group, header, table + x.nbytes());
-  std::memcpy(lease->slot(group.rank()), send_rows.data(), table);
+  std::memcpy(lease->slot(group.rank()), send_rows.data(), row_bytes);
+  std::memcpy(lease->slot(group.rank()) + row_bytes, recv_rows.data(), row_bytes);
   store_to_slot(slot_tensor(*lease, group.rank(), table, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
-  return Pending<at::Tensor>([&group, x, recv_rows, table, size, lease] {
+  return Pending<at::Tensor>([&group, x, recv_rows, row_bytes, table, size, lease] {
     const trace::Operation operation("all_to_all");
     lease->agree();
     std::vector<std::vector<std::int64_t>> sent(size, std::vector<std::int64_t>(size));
+    auto expected = sent;
     for (std::size_t peer = 0; peer < size; ++peer) {
       lease->wait_published(static_cast<int>(peer), 1);
-      std::memcpy(sent[peer].data(), lease->slot(static_cast<int>(peer)), table);
+      const std::byte* slot = lease->slot(static_cast<int>(peer));
+      std::memcpy(sent[peer].data(), slot, row_bytes);
+      std::memcpy(expected[peer].data(), slot + row_bytes, row_bytes);
     }
-    const auto rank = static_cast<std::size_t>(group.rank());
+    for (std::size_t from = 0; from < size; ++from)
+      for (std::size_t to = 0; to < size; ++to)
+        BRAID_CHECK(sent[from][to] == expected[to][from], "all_to_all: rank ", from, " of group ",
+                    group.name(), " sends ", sent[from][to], " rows to rank ", to,
+                    ", which expects ", expected[to][from]);
     at::Tensor out =
         at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
     std::int64_t begin = 0;
     for (std::size_t peer = 0; peer < size; ++peer) {
-      BRAID_CHECK_EQ(sent[peer][rank], recv_rows[peer],
-                     "all_to_all: rows sent to this rank and expected by it");
       const std::int64_t before =
           std::reduce(sent[peer].begin(), sent[peer].begin() + group.rank());
       const at::Tensor part = out.narrow(0, begin, recv_rows[peer]);
@@ -206,8 +221,8 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
 }
 
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
-  Header header = make_header("broadcast", x, x.numel());
-  header.variant = root;
+  Header header = make_header("broadcast", x);
+  header.set_variant("root", root);
   auto lease = start(group, header, x.nbytes());
   if (group.rank() == root) {
     store_to_slot(slot_tensor(*lease, root, 0, x.sizes(), x.scalar_type()), x);

@@ -19,6 +19,8 @@ namespace braid {
 namespace {
 
 constexpr int kMaxRanks = 64;
+constexpr int kDisagreed = 0xffff;                // a count of flag `result`
+constexpr const char* kNothing = "nothing";       // an operation that a rank did not start
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
 
@@ -37,17 +39,20 @@ constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
 struct SharedMemory::Entry {
   Header header;           // valid while `published` shows its operation
   Flag published;          // sequence << 16 | count; count 0: the header is there
-  Flag result;             // the same for what is made from the peers' payload
+  Flag result;             // the same for what is made from the peers' payload, or kDisagreed
+  std::int64_t started;    // operations of this rank so far; valid while `result` is at kDisagreed
   Flag released;           // sequence << 16: this rank touches no slot of that operation any more
   Flag posted[kMaxRanks];  // by owner: what this rank wrote into the owner's slot
 };
 
-/// Start of a region.
-/// | lost    | 0, or 1 + the rank whose loss this region's rank saw first | its rank | all, when
-/// something fails | 0 | | lost_op | the operation it was in; written before `lost`             |
-/// its rank | all, after `lost`         | "" |
+/// Start of a region; all but the nonce written by the region's rank while it runs.
+/// | word      | state                                                  | who reads            | at rest |
+/// | waits_for | 1 + the rank it sleeps for                             | who waits in vain    | 0       |
+/// | lost      | 1 + the rank whose loss it saw, or it waited in vain for | all, while they wait | 0     |
+/// | lost_op   | the operation it was in; written before `lost`, once   | all, after `lost`    | ""      |
 struct SharedMemory::Control {
   Nonce nonce;
+  std::atomic<std::int32_t> waits_for;
   std::atomic<std::int32_t> lost;
   char lost_op[32];
   Entry entries[kEntries];
@@ -90,68 +95,89 @@ SharedMemory::Control& SharedMemory::control(int rank) const {
       reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(rank)]->data()));
 }
 
-void SharedMemory::fail(const std::string& text) const {
-  if (failure_.empty()) failure_ = text;
-  TORCH_CHECK_WITH(DistBackendError, false, failure_);
-  std::abort();  // not reached
+void SharedMemory::check_usable() const {
+  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
+                   " is unusable since: ", failure_);
 }
 
-void SharedMemory::check_losses(const char* op, Clock::time_point since) const {
-  const auto describe = [&](int lost, const char* in) {
-    const double elapsed = std::chrono::duration<double>(Clock::now() - since).count();
-    fail(fmt::format(
-        "{}: group {} rank {}: lost rank {} (it was in, or expected in, {}) after {:.3f} s of at "
-        "most {:.3f} s",
-        op, group_, rank_, lost, in, elapsed, std::chrono::duration<double>(timeout_).count()));
+void SharedMemory::fail(const Loss& loss, const std::string& text) const {
+  Control& mine = control(rank_);
+  loss.op.copy(mine.lost_op, sizeof mine.lost_op - 1);
+  mine.lost.store(1 + loss.rank, std::memory_order_release);
+  failure_ = text;
+  C10_THROW_ERROR(DistBackendError, failure_);
+}
+
+std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t sequence,
+                                                          const char* op) const {
+  const auto reported = [&](int by) -> std::optional<Loss> {
+    const Control& region = control(by);
+    const int lost = region.lost.load(std::memory_order_acquire);
+    if (lost == 0) return std::nullopt;
+    return Loss{lost - 1, by, region.lost_op};
   };
-  const auto report = [&](int seen_by) {
-    const Control& peer = control(seen_by);
-    const int lost = peer.lost.load(std::memory_order_acquire);
-    if (lost != 0 && lost - 1 != rank_) describe(lost - 1, peer.lost_op);
-  };
-  for (int peer = 0; peer < size(); ++peer) report(peer);
-  for (int peer = 0; peer < size(); ++peer) {
-    const int socket = sockets_[static_cast<std::size_t>(peer)];
+  for (int other = 0; other < size(); ++other)
+    if (auto loss = reported(other)) return loss;
+  for (int other = 0; other < size(); ++other) {
+    const int socket = sockets_[static_cast<std::size_t>(other)];
     if (socket < 0) continue;
     pollfd entry{socket, POLLIN, 0};
     char byte = 0;
     if (::poll(&entry, 1, 0) <= 0 || ::recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0)
       continue;
-    report(peer);  // it may have left because it saw another one's loss
-    Control& mine = control(rank_);
-    std::strncpy(mine.lost_op, op, sizeof mine.lost_op - 1);
-    mine.lost.store(1 + peer, std::memory_order_release);
-    describe(peer, op);
+    if (auto loss = reported(other)) return loss;  // it left because it saw another one's loss
+    const Flag& left = control(other).entries[sequence % kEntries].released;
+    if (other == peer || !left.reached(released(sequence))) return Loss{other, rank_, op};
   }
+  return std::nullopt;
+}
+
+int SharedMemory::end_of_chain(int peer) const {
+  for (int step = 0; step < size(); ++step) {
+    const int next = control(peer).waits_for.load(std::memory_order_relaxed) - 1;
+    if (next < 0 || next == rank_) break;
+    peer = next;
+  }
+  return peer;
 }
 
 void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const {
   if (flag.reached(at_least)) return;
+  check_usable();
   const trace::Span span(trace::Kind::wait, "wait");
   if (flag.spin(at_least, spins_)) return;
   const auto since = Clock::now();
-  while (!flag.sleep(at_least, std::min(kSlice, timeout_))) {
-    // A peer that left after it had raised the flag is no loss: look again after its EOF.
-    try {
-      check_losses(op, since);
-    } catch (const c10::DistBackendError&) {
-      if (!flag.reached(at_least)) throw;
-      failure_.clear();
-      return;
-    }
+  std::atomic<std::int32_t>& waits_for = control(rank_).waits_for;
+  waits_for.store(1 + peer, std::memory_order_relaxed);
+  auto left = timeout_;
+  while (!flag.sleep(at_least, std::min(kSlice, left))) {
+    const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
     const auto elapsed = Clock::now() - since;
-    if (elapsed < timeout_) continue;
-    fail(
-        fmt::format("{}: group {} rank {}: rank {} did not come within the time-out: {:.3f} s "
-                    "elapsed of at most {:.3f} s",
-                    op, group_, rank_, peer, std::chrono::duration<double>(elapsed).count(),
-                    std::chrono::duration<double>(timeout_).count()));
+    left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
+    if (!loss && left.count() > 0) continue;
+    if (flag.reached(at_least)) break;  // what a rank did before it was lost counts
+    const auto times = [&] {
+      return fmt::format("{:.3f} s elapsed of at most {:.3f} s",
+                         std::chrono::duration<double>(elapsed).count(),
+                         std::chrono::duration<double>(timeout_).count());
+    };
+    const std::string who = fmt::format("{}: group {} rank {}", op, group_, rank_);
+    if (!loss) {
+      const Loss late{end_of_chain(peer), rank_, op};
+      fail(late, fmt::format("{}: rank {} did not come within the time-out: {}", who, late.rank,
+                             times()));
+    }
+    if (loss->rank == rank_)
+      fail(*loss, fmt::format("{}: rank {} waited in vain for this rank in {}, and gave up: {}",
+                              who, loss->seen_by, loss->op, times()));
+    fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, loss->rank,
+                            loss->op, times()));
   }
+  waits_for.store(0, std::memory_order_relaxed);
 }
 
 SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes) {
-  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
-                   " is unusable since: ", failure_);
+  check_usable();
   BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
               env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
   const std::int64_t sequence = sequence_ + 1;
@@ -185,6 +211,10 @@ void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
 
 std::size_t SharedMemory::take_slot(const char* op) {
   const std::vector<Slot>& slots = *slots_;
+  const auto in_flight =
+      std::count_if(slots.begin(), slots.end(), [](const Slot& slot) { return slot.in_flight; });
+  BRAID_CHECK(in_flight < kInFlight, op, ": ", in_flight,
+              " operations are started and not waited for; ", kInFlight, " is the limit");
   std::size_t oldest = slots.size();
   for (std::size_t slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot].in_flight || slots[slot].kept.load(std::memory_order_acquire)) continue;
@@ -195,11 +225,30 @@ std::size_t SharedMemory::take_slot(const char* op) {
     if (free) return slot;
     if (oldest == slots.size() || sequence < slots[oldest].sequence) oldest = slot;
   }
-  BRAID_CHECK(
-      oldest < slots.size(), op, ": ", kSlots,
-      " operations are started and not waited for, or hold their results; that is the limit");
+  TORCH_INTERNAL_ASSERT(oldest < slots.size());
   wait_released(slots[oldest].sequence, op);
   return oldest;
+}
+
+void SharedMemory::catch_up(std::int64_t sequence, const char* op) {
+  const std::uint64_t disagreed = released(sequence) | kDisagreed;
+  Entry& mine = control(rank_).entries[sequence % kEntries];
+  mine.started = sequence_;
+  mine.result.raise(disagreed);
+  std::int64_t last = sequence_;
+  for (int peer = 0; peer < size(); ++peer) {
+    Entry& entry = control(peer).entries[sequence % kEntries];
+    wait(entry.result, disagreed, peer, op);
+    last = std::max(last, entry.started);
+  }
+  while (sequence_ < last) {
+    wait_released(sequence_ + 1 - kEntries, op);
+    Entry& entry = control(rank_).entries[++sequence_ % kEntries];
+    entry.header = {};
+    std::strcpy(entry.header.op, kNothing);
+    entry.published.raise(released(sequence_));
+    entry.released.raise(released(sequence_));
+  }
 }
 
 SharedMemory::Lease::Lease(Lease&& other) noexcept
@@ -221,29 +270,46 @@ std::byte* SharedMemory::Lease::slot(int rank) const {
 
 void SharedMemory::Lease::agree() {
   if (!headers_.empty()) return;
+  std::vector<Header> headers;
   for (int peer = 0; peer < memory_->size(); ++peer) {
     memory_->wait(entry(peer).published, progress(0), peer, op_);
-    headers_.push_back(entry(peer).header);
+    headers.push_back(entry(peer).header);
   }
+  headers_ = std::move(headers);
+  const std::string text = disagreement();
+  if (text.empty()) return;
+  const bool all_started = std::none_of(headers_.begin(), headers_.end(), [](const Header& header) {
+    return std::strcmp(header.op, kNothing) == 0;
+  });
+  if (all_started) memory_->catch_up(sequence_, op_);
+  release();
+  BRAID_CHECK(false, text);
+}
+
+std::string SharedMemory::Lease::disagreement() const {
   const Header& a = headers_[0];
   for (std::size_t r = 1; r < headers_.size(); ++r) {
     const Header& b = headers_[r];
     const auto differ = [&](const char* what, const auto& x, const auto& y) {
-      const std::string text =
-          fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
-                      memory_->group_, what, x, y);
-      release();
-      BRAID_CHECK(false, text);
+      return fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
+                         memory_->group_, what, x, y);
     };
-    if (std::strcmp(a.op, b.op) != 0) differ("the operation", a.op, b.op);
+    if (std::strcmp(a.op, b.op) != 0) return differ("the operation", a.op, b.op);
     if (a.dtype != b.dtype)
-      differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
-             c10::toString(static_cast<c10::ScalarType>(b.dtype)));
-    if (a.n != b.n) differ("n", a.n, b.n);
-    if (a.k != b.k) differ("k", a.k, b.k);
-    if (a.variant != b.variant) differ("mode", a.variant, b.variant);
-    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) differ("rows", a.rows, b.rows);
+      return differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
+                    c10::toString(static_cast<c10::ScalarType>(b.dtype)));
+    if (a.n != b.n) return differ("n", a.n, b.n);
+    if (a.k != b.k) return differ("k", a.k, b.k);
+    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) return differ("rows", a.rows, b.rows);
+    if (a.variant != b.variant) return differ(a.variant_is, a.variant, b.variant);
   }
+  return {};
+}
+
+bool SharedMemory::Lease::all_have_started() const {
+  for (int peer = 0; peer < memory_->size(); ++peer)
+    if (!entry(peer).published.reached(progress(0))) return false;
+  return true;
 }
 
 const Header& SharedMemory::Lease::header(int rank) const {

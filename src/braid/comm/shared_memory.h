@@ -13,8 +13,15 @@
 // behind.
 //
 // NOTE [loss]. Regions are passed over abstract unix sockets that stay open: a peer's death is its
-// EOF. Who first sees a loss writes it into its own region; everyone looks there before it reports,
-// so that neighbours don't blame each other.
+// EOF. It matters to whoever waits for that peer, and to all in an operation that the peer has not
+// released; who released has raised all its flags, and may leave. Who first sees a loss, or waits in
+// vain, writes it into its own region; everyone looks there before it reports. Sleepers also write
+// whom they wait for, so that a time-out names the end of the chain and not a neighbour.
+//
+// NOTE [disagreement]. Headers that differ are the same ValueError on every rank. Ranks that cut the
+// same work differently may have started different numbers of operations by then: all tell theirs in
+// the entry of the operation that failed, and who has started fewer fills up with operations that
+// are nothing. So the group stays usable, and what is still in flight meets an error, not a hang.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -23,7 +30,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
@@ -40,16 +49,23 @@ struct Header {
   char op[32] = {};           // name of the operation
   std::int64_t dtype = 0;     // at::ScalarType
   std::int64_t n = 0, k = 0;  // sizes all ranks share; 0 where unused
-  std::int64_t variant = 0;   // mode, reduction, root, ...
-  std::int64_t rows = 0;      // this rank's rows
-  bool rows_agree = true;     // rows must be the same on all ranks
-  std::uint64_t slot = 0;     // where the payload lies in this region; filled in by start()
+  char variant_is[24] = {};   // one value more that all ranks share: its name, for errors, and it
+  std::int64_t variant = 0;
+  std::int64_t rows = 0;   // this rank's rows
+  bool rows_agree = true;  // rows must be the same on all ranks
+  std::uint64_t slot = 0;  // where the payload lies in this region; filled in by start()
+
+  void set_variant(const char* what, std::int64_t value) {
+    std::strncpy(variant_is, what, sizeof variant_is - 1);
+    variant = value;
+  }
 };
 
 class SharedMemory {
  public:
-  static constexpr int kSlots = 16;
+  static constexpr int kInFlight = 16;  // operations that a rank may have started and not finished
   static constexpr int kKeptSlots = 8;  // at most, for results that stay where they were made
+  static constexpr int kSlots = kInFlight + kKeptSlots;  // so that kept results refuse no operation
   static constexpr int kEntries = 64;
 
   /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
@@ -62,8 +78,8 @@ class SharedMemory {
 
   class Lease;
   /// Starts an operation: takes its slot, allocates `bytes` of this rank's part and shows the
-  /// header. Errors: ValueError when bytes exceed a slot or kSlots operations of this rank are
-  /// unfinished.
+  /// header. Errors: ValueError when bytes exceed a slot or kInFlight operations of this rank are
+  /// unfinished; c10::Error when the host has no memory.
   Lease start(const Header& header, std::size_t bytes);
 
   int rank() const { return rank_; }
@@ -80,12 +96,24 @@ class SharedMemory {
   static std::size_t control_bytes();
   static std::size_t slot_offset(std::size_t slot);
   Control& control(int rank) const;
+  struct Loss {
+    int rank, seen_by;
+    std::string op;  // that it was in, or expected in
+  };
+  /// Waits for a flag of `peer`; `op` is for errors.
   void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const;
-  void check_losses(const char* op, std::chrono::steady_clock::time_point since) const;
-  [[noreturn]] void fail(const std::string& text) const;
+  /// A loss that matters to who waits for `peer` in operation `sequence`.
+  std::optional<Loss> find_loss(int peer, std::int64_t sequence, const char* op) const;
+  /// Whom a rank that waits for `peer` in vain really waits for.
+  int end_of_chain(int peer) const;
+  /// Tells all, and makes this group refuse further calls.
+  [[noreturn]] void fail(const Loss& loss, const std::string& text) const;
+  void check_usable() const;
   void wait_released(std::int64_t sequence, const char* op);
   /// A slot of this rank that nobody touches any more; waits for one.
   std::size_t take_slot(const char* op);
+  /// Brings all ranks to the same sequence number after a disagreement in operation `sequence`.
+  void catch_up(std::int64_t sequence, const char* op);
 
   std::string group_;
   int rank_ = 0;
@@ -118,6 +146,8 @@ class SharedMemory::Lease {
   /// Waits for every rank's header and compares them. Errors: ValueError, the same text on every
   /// rank; all release.
   void agree();
+  /// True when agree() would not wait.
+  bool all_have_started() const;
   /// Valid after agree().
   const Header& header(int rank) const;
 
@@ -145,6 +175,8 @@ class SharedMemory::Lease {
   Lease(SharedMemory* memory, std::int64_t sequence, std::size_t slot, const char* op)
       : memory_(memory), sequence_(sequence), slot_(slot), op_(op) {}
   Entry& entry(int rank) const;
+  /// What the headers differ in, in words; empty if they agree.
+  std::string disagreement() const;
   std::uint64_t progress(int count) const {
     return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);
   }

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
 #include "braid/comm/shared_memory.h"
 #include "braid/core/trace.h"
 #include "braid/core/tsan.h"
@@ -25,16 +27,38 @@ inline at::Tensor kept_slot_tensor(SharedMemory::Lease& lease, int rank, std::si
       lease.slot(rank) + offset, shape, [guard](void*) {}, at::TensorOptions(dtype));
 }
 
+/// Tells ThreadSanitizer that tensors in slots are read from here to the end of the scope: at both ends, so that neither a
+/// wait that comes too late nor a release that comes too early goes unseen.
+class SlotReads {
+#if defined(__SANITIZE_THREAD__)
+ public:
+  explicit SlotReads(at::TensorList slots) : slots_(slots.begin(), slots.end()) { tell(); }
+  ~SlotReads() { tell(); }
+  SlotReads(const SlotReads&) = delete;
+  SlotReads& operator=(const SlotReads&) = delete;
+
+ private:
+  void tell() const {
+    for (const at::Tensor& slot : slots_) tsan::read(slot.data_ptr(), slot.nbytes());
+  }
+  std::vector<at::Tensor> slots_;
+#else
+ public:
+  explicit SlotReads(at::TensorList) {}
+#endif
+};
+
 /// Copies x into the slot of this rank (write) or a slot's tensor out (read), converting where
 /// dtypes differ.
 inline void store_to_slot(at::Tensor slot, const at::Tensor& x) {
   const trace::Span span(trace::Kind::copy, "publish");
+  tsan::write(slot.data_ptr(), slot.nbytes());
   slot.copy_(x);
   tsan::write(slot.data_ptr(), slot.nbytes());
 }
 inline void load_from_slot(at::Tensor out, const at::Tensor& slot) {
   const trace::Span span(trace::Kind::copy, "fetch");
-  tsan::read(slot.data_ptr(), slot.nbytes());
+  const SlotReads reads(slot);
   out.copy_(slot);
 }
 

@@ -12,6 +12,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -74,10 +75,15 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 
 }  // namespace
 
-pid_t spawn(const std::string& program, std::vector<std::string> arguments,
-            const Environment& environment, const sigset_t& mask, int output) {
+pid_t spawn(std::string program, std::vector<std::string> arguments, const Environment& environment,
+            const sigset_t& mask, int output) {
   arguments.insert(arguments.begin(),
                    program == "/proc/self/exe" ? program_invocation_name : program);
+  // By its own path, so that ps and pkill know the ranks by their name; by /proc where a rebuild has replaced the file.
+  if (program == "/proc/self/exe") {
+    const auto path = std::filesystem::read_symlink(program);
+    if (std::filesystem::exists(path)) program = path;
+  }
   std::vector<std::string> lines;
   for (const auto& [name, value] : environment) lines.push_back(name + "=" + value);
   const auto argv = pointers(arguments), envp = pointers(lines);

@@ -38,7 +38,7 @@ Environment environment_of_rank(int rank, int num_ranks, int port);
 ///   mask     its blocked signals
 ///   output   where its standard output and error go; -1: where this process's go
 ///   Errors   ValueError when the program can't be run
-pid_t spawn(const std::string& program, std::vector<std::string> arguments,
-            const Environment& environment, const sigset_t& mask, int output = -1);
+pid_t spawn(std::string program, std::vector<std::string> arguments, const Environment& environment,
+            const sigset_t& mask, int output = -1);
 
 }  // namespace braid

@@ -160,7 +160,14 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     const at::Tensor dy = rows_of(grads[0]);
     const bool needs_dx = ctx->needs_input_grad(0);
 
-    Pending<at::Tensor> dx_pending;  // on its way while dW is computed
+    WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
+    // x is published before dx is started and dx is on its way while dW is computed.
+    Pending<void> dw_pending;
+    if (gradient.dw.defined() && sharded && options.sequence_parallel && !saved->x_is_gathered)
+      dw_pending =
+          start_all_gather_wgrad(*options.group, dy, x, gradient.dw, gradient.accumulate,
+                                 options.matmul, split_rows(dy.size(0), num_ranks(options)));
+    Pending<at::Tensor> dx_pending;
     at::Tensor dx;
     if (needs_dx && !sharded) dx = plain_linear(dy, weight.t(), {});
     if (needs_dx && sharded) {
@@ -169,15 +176,10 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
               ? start_matmul_reduce_scatter(*options.group, dy, weight.t(), {}, options.matmul)
               : start_matmul_all_reduce(*options.group, dy, weight.t(), {}, options.matmul);
     }
-    WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
-    if (gradient.dw.defined()) {
-      if (sharded && options.sequence_parallel && !saved->x_is_gathered) {
-        all_gather_wgrad(*options.group, dy, x, gradient.dw, gradient.accumulate, options.matmul,
-                         split_rows(dy.size(0), num_ranks(options)));
-      } else {
-        weight_gradient(dy, x, gradient.dw, gradient.accumulate);
-      }
-    }
+    if (dw_pending.valid())
+      dw_pending.wait();
+    else if (gradient.dw.defined())
+      weight_gradient(dy, x, gradient.dw, gradient.accumulate);
     const at::Tensor db =
         saved->has_bias && ctx->needs_input_grad(2) ? bias_gradient(dy) : at::Tensor();
     if (dx_pending.valid()) dx = dx_pending.wait();

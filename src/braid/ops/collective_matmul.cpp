@@ -161,32 +161,55 @@ GatheredMatmul all_gather_matmul_v2(const Group& group, const at::Tensor& x_shar
                            std::move(rows), true);
 }
 
-void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor& x_shard,
-                      at::Tensor& dw, bool accumulate, MatmulOptions options,
-                      std::vector<std::int64_t> rows) {
+namespace {
+
+/// sum (+)= dy^T @ the tiles of the stream.
+void add_gathered(GatherStream& stream, const at::Tensor& dy, at::Tensor sum, bool add) {
+  BRAID_CHECK_EQ(total(stream.rows()), dy.size(0),
+                 "all_gather_wgrad: rows of all shards and of dy");
+  while (const auto tile = stream.next()) {
+    if (tile->data.size(0) == 0) continue;
+    add_weight_grad(dy.narrow(0, tile->begin, tile->data.size(0)), tile->data, sum, add);
+    add = true;
+  }
+  if (!add) sum.zero_();
+}
+
+}  // namespace
+
+Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
+                                     const at::Tensor& x_shard, const at::Tensor& dw,
+                                     bool accumulate, MatmulOptions options,
+                                     std::vector<std::int64_t> rows) {
   constexpr const char* kOp = "all_gather_wgrad";
   const trace::Operation operation(kOp);
   const at::Tensor dy_rows = as_rows(kOp, "dy", dy), x = as_rows(kOp, "x_shard", x_shard);
   check_weight_grad(kOp, dy_rows, x, dw);
   rows = flat_rows(x_shard, std::move(rows));
-  const auto run_into = [&](int num_chunks, at::Tensor sum, bool add) {
-    const auto stream = make_gather_stream(group, kOp, x, num_chunks, rows);
-    BRAID_CHECK_EQ(total(stream->rows()), dy_rows.size(0),
-                   "all_gather_wgrad: rows of all shards and of dy");
-    while (const auto tile = stream->next()) {
-      if (tile->data.size(0) == 0) continue;
-      add_weight_grad(dy_rows.narrow(0, tile->begin, tile->data.size(0)), tile->data, sum, add);
-      add = true;
-    }
-    if (!add) sum.zero_();
-  };
-  through_sum_dtype(dw, accumulate, [&](at::Tensor sum, bool add) {
-    if (group.size() == 1) return add_weight_grad(dy_rows, x, sum, add);
-    const int num_chunks =
-        choose_gather(group, kOp, x, dy_rows.size(1), options, rows,
-                      [&](int chunks) { run_into(chunks, at::empty_like(sum), false); });
-    run_into(num_chunks, sum, add);
+  std::shared_ptr<GatherStream> stream;
+  if (group.size() > 1) {
+    const auto trial = [&](int num_chunks) {
+      add_gathered(*make_gather_stream(group, kOp, x, num_chunks, rows), dy_rows,
+                   at::empty(dw.sizes(), sum_dtype(dw.scalar_type())), false);
+    };
+    stream = make_gather_stream(
+        group, kOp, x, choose_gather(group, kOp, x, dy_rows.size(1), options, rows, trial), rows);
+  }
+  return Pending<void>([stream, dy_rows, x, target = dw, accumulate]() mutable {
+    const trace::Operation finishing(kOp);
+    through_sum_dtype(target, accumulate, [&](at::Tensor sum, bool add) {
+      if (stream == nullptr)
+        add_weight_grad(dy_rows, x, sum, add);
+      else
+        add_gathered(*stream, dy_rows, sum, add);
+    });
   });
+}
+
+void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor& x_shard,
+                      const at::Tensor& dw, bool accumulate, MatmulOptions options,
+                      std::vector<std::int64_t> rows) {
+  start_all_gather_wgrad(group, dy, x_shard, dw, accumulate, options, std::move(rows)).wait();
 }
 
 at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_shard,

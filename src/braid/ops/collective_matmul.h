@@ -52,8 +52,13 @@ struct GatheredMatmul {
 /// shards read where they are.
 ///   Shapes  dy [sum t_r, n]   x_shard [t_r, k]   dw [n, k], f32 or dy's dtype; accumulate adds to
 ///   it
+/// The start publishes x_shard, the wait multiplies: what is started in between finds the peers' shards there.
+[[nodiscard]] Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
+                                                   const at::Tensor& x_shard, const at::Tensor& dw,
+                                                   bool accumulate, MatmulOptions options = {},
+                                                   std::vector<std::int64_t> rows = {});
 void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor& x_shard,
-                      at::Tensor& dw, bool accumulate, MatmulOptions options = {},
+                      const at::Tensor& dw, bool accumulate, MatmulOptions options = {},
                       std::vector<std::int64_t> rows = {});
 
 /// Both gradients of a row-parallel layer in one pass over the gathered tiles:

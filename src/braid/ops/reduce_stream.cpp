@@ -31,11 +31,10 @@ class PeerReduce final : public ReduceStream {
         sum_dtype_(sum_dtype(shape_.dtype)),
         result_rows_(shape_.all_reduce ? std::reduce(shape_.rows.begin(), shape_.rows.end())
                                        : own_rows()),
-        lease_(start(name)) {
-    lease_.agree();
-  }
+        lease_(start(name)) {}
 
   std::optional<PartialTile> next() override {
+    lease_.agree();
     post();
     if (num_given_ == group_.size()) return std::nullopt;
     owner_ = (group_.rank() + 1 + num_given_++) % group_.size();
@@ -45,7 +44,10 @@ class PeerReduce final : public ReduceStream {
     return tile;
   }
 
-  bool next_waits() const override { return num_given_ == group_.size() - 1; }
+  /// For the peers' partials; or, before the first tile, for peers that have not come to this operation yet.
+  bool next_waits() const override {
+    return num_given_ == group_.size() - 1 || (num_given_ == 0 && !lease_.all_have_started());
+  }
 
   at::Tensor finish() override {
     post();

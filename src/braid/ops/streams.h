@@ -54,7 +54,7 @@ class ReduceStream {
   virtual ~ReduceStream() = default;
   /// The next tile in order of departure. The previous one is complete and is handed on.
   virtual std::optional<PartialTile> next() = 0;
-  /// True when next() would wait for a peer's partial: whoever has other work does it first.
+  /// True when next() may wait for a peer: whoever has other work does it first.
   virtual bool next_waits() const = 0;
   /// After the last tile: waits for the rest and gives the result.
   virtual at::Tensor finish() = 0;
