@@ -1,7 +1,10 @@
-# Installs the library, its headers and the package files behind find_package(braid).
+# Installs the library, the program, the headers and the package files behind find_package(braid).
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 install(TARGETS braid EXPORT braidTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET braid_cli)
+  install(TARGETS braid_cli)
+endif()
 install(DIRECTORY src/braid DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 install(EXPORT braidTargets DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/braid NAMESPACE braid::)
 file(WRITE ${PROJECT_BINARY_DIR}/braidConfig.cmake

@@ -1,0 +1,236 @@
+// Twenty steps of training give the same loss curve however the work is split and overlapped.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "braid/train/trainer.h"
+#include "tests/train/temporary_folder.h"
+
+namespace braid {
+namespace {
+
+constexpr int kIterations = 20;
+
+struct Curve {
+  std::vector<double> losses, grad_norms;
+};
+
+/// A small model in which nothing divides by more than it must: 259 tokens, 3 layers, tied weights.
+TrainConfig small_model() {
+  TrainConfig config;
+  config.num_layers = 3;
+  config.hidden_size = 64;
+  config.ffn_hidden_size = 92;
+  config.num_attention_heads = 8;
+  config.num_query_groups = 4;
+  config.seq_length = 24;
+  config.vocab_size = 259;
+  config.micro_batch_size = 2;
+  config.global_batch_size = 8;
+  config.train_iters = kIterations;
+  config.lr = 1e-2;
+  config.lr_warmup_iters = 4;
+  config.init_method_std = 0.1;
+  return config;
+}
+
+/// Words in a made-up order: 60000 bytes that a model can learn something from.
+std::string words() {
+  const char* const kWords[] = {"braid ", "gather ", "matmul ", "scatter ", "rank ",
+                                "tile ",  "one ",    "weaves ", "the\n",    "while "};
+  std::string text;
+  std::uint32_t state = 1;
+  while (text.size() < 60000) {
+    state = state * 1664525u + 1013904223u;
+    text += kWords[state >> 28 < 10 ? state >> 28 : 8];
+  }
+  return text;
+}
+
+std::shared_ptr<const Corpus> corpus() {
+  static const test::TemporaryFolder folder;
+  static const auto opened = Corpus::open(folder.write("words.txt", words()));
+  return opened;
+}
+
+/// Trains with ranks that are threads; what rank 0 saw, which all ranks must have seen.
+Curve curve_of(TrainConfig config, int ranks) {
+  EXPECT_TRUE(validate(config, ranks, /*needs_data=*/false).size() < 2);
+  const auto text = corpus();
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<Curve> curves(static_cast<std::size_t>(ranks));
+  std::vector<std::exception_ptr> errors(curves.size());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto r = static_cast<std::size_t>(rank);
+      try {
+        at::set_num_threads(1);
+        const Mesh mesh =
+            make_mesh(store, rank, ranks, static_cast<int>(config.tensor_model_parallel_size));
+        const auto data =
+            split_data(text, config.split, config.seq_length, config.vocab_size, config.seed);
+        Trainer trainer(config, mesh, [&](std::int64_t iteration, std::int64_t micro_batch) {
+          return data.train->batch(
+              first_sample(iteration, micro_batch, mesh.dp->rank(), mesh.dp->size(),
+                           config.micro_batch_size, config.global_batch_size),
+              config.micro_batch_size);
+        });
+        for (int i = 0; i < kIterations; ++i) {
+          const auto step = trainer.step(i);
+          curves[r].losses.push_back(step.loss);
+          curves[r].grad_norms.push_back(step.grad_norm);
+        }
+      } catch (...) {
+        errors[r] = std::current_exception();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+  for (const Curve& curve : curves) {
+    EXPECT_EQ(curve.losses, curves[0].losses);
+    EXPECT_EQ(curve.grad_norms, curves[0].grad_norms);
+  }
+  return curves[0];
+}
+
+double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = 0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    const double difference = std::abs(a[i] - b[i]) / std::abs(b[i]);
+    if (!(difference <= largest)) largest = difference;  // NaN, too
+  }
+  return largest;
+}
+
+/// Compares with `plain` and notes the difference in the test's record.
+void expect_same_curve(const Curve& curve, const Curve& plain, double tolerance) {
+  const double losses = largest_difference(curve.losses, plain.losses);
+  const double norms = largest_difference(curve.grad_norms, plain.grad_norms);
+  EXPECT_LT(losses, tolerance);
+  EXPECT_LT(norms, 10 * tolerance);
+  std::printf("  loss differs by %.1e, gradient norm by %.1e\n", losses, norms);
+}
+
+/// One rank, nothing cut: what everything else is compared with.
+const Curve& plain() {
+  static const Curve curve = curve_of(small_model(), 1);
+  return curve;
+}
+
+struct Overlap {
+  const char* name;
+  bool use_coc;
+  const char* mode;
+  int chunks;
+};
+constexpr Overlap kOverlaps[] = {
+    {"off", false, "auto", 0},      {"chunked 2", true, "auto", 2}, {"chunked 4", true, "auto", 4},
+    {"chunked 8", true, "auto", 8}, {"fused", true, "fused", 0},    {"auto", true, "auto", 0},
+};
+
+TrainConfig with(const Overlap& overlap, TrainConfig config, int tp, bool sequence_parallel) {
+  config.tensor_model_parallel_size = tp;
+  config.sequence_parallel = sequence_parallel;
+  config.use_coc = overlap.use_coc;
+  config.coc_mode = overlap.mode;
+  config.coc_parallel_num = overlap.chunks;
+  return config;
+}
+
+TEST(Curves, TheModelLearns) {
+  EXPECT_GT(plain().losses.front(), 5);
+  EXPECT_LT(plain().losses.back(), 0.6 * plain().losses.front());
+}
+
+// f32: tensor-parallel degree, sequence parallelism, overlap.
+class Split : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(Split, GivesThePlainCurve) {
+  const auto [tp, sequence_parallel] = GetParam();
+  for (const Overlap& overlap : kOverlaps) {
+    SCOPED_TRACE(overlap.name);
+    std::printf("TP %d, SP %s, CoC %s:", tp, sequence_parallel ? "on" : "off", overlap.name);
+    expect_same_curve(curve_of(with(overlap, small_model(), tp, sequence_parallel), tp), plain(),
+                      1e-4);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Curves, Split, testing::Combine(testing::Values(2, 4), testing::Bool()));
+
+TEST(Curves, DataParallelRanksGiveThePlainCurve) {
+  for (const bool sequence_parallel : {false, true}) {
+    for (const Overlap& overlap : {kOverlaps[0], kOverlaps[4]}) {
+      SCOPED_TRACE(overlap.name);
+      std::printf("DP 2 x TP 2, SP %s, CoC %s:", sequence_parallel ? "on" : "off", overlap.name);
+      expect_same_curve(curve_of(with(overlap, small_model(), 2, sequence_parallel), 4), plain(),
+                        1e-4);
+    }
+  }
+  std::printf("DP 4:");
+  expect_same_curve(curve_of(small_model(), 4), plain(), 1e-4);
+}
+
+TEST(Curves, UntiedOutputLayerToo) {
+  TrainConfig config = small_model();
+  config.untie_embeddings_and_output_weights = true;
+  const Curve untied = curve_of(config, 1);
+  EXPECT_GT(largest_difference(untied.losses, plain().losses), 1e-2);
+  for (const bool sequence_parallel : {false, true})
+    expect_same_curve(curve_of(with(kOverlaps[4], config, 2, sequence_parallel), 2), untied, 1e-4);
+}
+
+// Recomputation computes the same numbers again: the same bits.
+TEST(Curves, RecomputationChangesNoBit) {
+  for (const auto& [method, layers] :
+       {std::pair("uniform", 1), std::pair("uniform", 2), std::pair("block", 2)}) {
+    SCOPED_TRACE(method);
+    TrainConfig config = small_model();
+    config.recompute_granularity = "full";
+    config.recompute_method = method;
+    config.recompute_num_layers = layers;
+    const Curve one = curve_of(config, 1);
+    EXPECT_EQ(one.losses, plain().losses);
+    EXPECT_EQ(one.grad_norms, plain().grad_norms);
+    for (const bool sequence_parallel : {false, true}) {
+      const TrainConfig two = with(kOverlaps[4], config, 2, sequence_parallel);
+      TrainConfig kept = two;
+      kept.recompute_granularity = "";
+      kept.recompute_method = "";
+      kept.recompute_num_layers = 0;
+      EXPECT_EQ(curve_of(two, 2).losses, curve_of(kept, 2).losses);
+    }
+  }
+}
+
+TEST(Curves, Bf16StaysWithinTwoPercent) {
+  TrainConfig config = small_model();
+  config.bf16 = true;
+  const Curve whole = curve_of(config, 1);
+  std::printf("bf16 against f32:");
+  expect_same_curve(whole, plain(), 0.02);
+  EXPECT_GT(largest_difference(whole.losses, plain().losses), 1e-5);  // it is not f32
+  for (const int tp : {2, 4}) {
+    for (const bool sequence_parallel : {false, true}) {
+      for (const Overlap& overlap : kOverlaps) {
+        const bool often = overlap.chunks == 2 || overlap.chunks == 8;
+        if (tp == 4 ? overlap.chunks > 0 || !sequence_parallel : often) continue;
+        SCOPED_TRACE(overlap.name);
+        std::printf("bf16, TP %d, SP %s, CoC %s:", tp, sequence_parallel ? "on" : "off",
+                    overlap.name);
+        expect_same_curve(curve_of(with(overlap, config, tp, sequence_parallel), tp), whole, 0.02);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace braid
