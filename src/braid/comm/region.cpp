@@ -313,6 +313,9 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     TORCH_CHECK_WITH(DistBackendError, regions[p] != nullptr, "group ", group, " rank ", rank,
                      ": peer ", peer, " passed no shared memory within ", timeout.count(), " ms");
   }
+  // Nobody leaves before all have mapped all: a rank that is done with its group at once takes its
+  // region with it.
+  (void)member.share("mapped", Seen{true});
   result.regions = std::move(regions);
   for (Descriptor& socket : sockets) result.sockets.push_back(socket.release());
   return result;

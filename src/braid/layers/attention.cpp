@@ -1,5 +1,7 @@
+// RMSNorm, rotary attention and SwiGLU as autograd functions over the row kernels and ATen's flash attention.
 #include "braid/layers/attention.h"
 
+#include <ATen/cpu/Utils.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
@@ -54,50 +56,53 @@ struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   }
 };
 
+/// The type attention computes in: without matrix units ATen's bf16 attention takes five times as long as f32.
+at::ScalarType attention_type(at::ScalarType dtype) {
+  static const bool native_half = [] {
+    const auto capabilities = at::cpu::get_cpu_capabilities();
+    const auto amx = capabilities.find("amx_bf16");
+    return amx != capabilities.end() && amx->second.toBool();
+  }();
+  return native_half ? dtype : at::kFloat;
+}
+
 struct RotaryAttention : torch::autograd::Function<RotaryAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& qkv, const at::Tensor& cosine,
                             const at::Tensor& sine, const AttentionShape& shape) {
+    const trace::Span span(trace::Kind::compute, "attention");
     const auto b = shape.batch, s = qkv.size(0) / b, h = shape.num_heads,
                g = shape.num_query_groups;
-    const trace::Span span(trace::Kind::compute, "attention");
-    // Head-major copies: attention reads them faster than strided rows, and the rotation has to
-    // write anyway.
-    at::Tensor heads = at::empty({b, h + 2 * g, s, shape.head_dim}, qkv.options());
+    // Head-major copies: attention reads them faster than strided rows, and the rotation has to write anyway.
+    at::Tensor heads = at::empty({b, h + 2 * g, s, shape.head_dim},
+                                 qkv.options().dtype(attention_type(qkv.scalar_type())));
     row_kernels::rotate_to_heads(qkv.contiguous(), cosine, sine, h + g, heads);
-    auto [out, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
+    const auto [out, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
         heads.narrow(1, 0, h), heads.narrow(1, h, g), heads.narrow(1, h + g, g), 0.0,
         /*is_causal=*/true);
     ctx->save_for_backward({heads, out, log_sum_exp, cosine, sine});
     ctx->saved_data["num_heads"] = h;
-    return tokens_of(out);
+    // [b, H, s, d] to [s * b, H * d]; ATen lays its output out as [b, s, H, d], so with b = 1 nothing is copied.
+    const at::Tensor tokens = out.permute({2, 0, 1, 3}).to(qkv.scalar_type()).contiguous();
+    return at::_unsafe_view(tokens, {s * b, h * shape.head_dim});
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const trace::Span span(trace::Kind::compute, "attention_backward");
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &heads = saved[0], &out = saved[1], &cosine = saved[3], &sine = saved[4];
     const auto h = ctx->saved_data["num_heads"].toInt(), g = (heads.size(1) - h) / 2;
     const auto b = heads.size(0), s = heads.size(2), d = heads.size(3);
-    const trace::Span span(trace::Kind::compute, "attention_backward");
-    const at::Tensor dout = grads[0].contiguous().view({s, b, h, d}).permute({1, 2, 0, 3});
+    const at::Tensor dout =
+        grads[0].to(heads.scalar_type()).contiguous().view({s, b, h, d}).permute({1, 2, 0, 3});
     const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         dout, heads.narrow(1, 0, h), heads.narrow(1, h, g), heads.narrow(1, h + g, g), out,
         saved[2], 0.0,
         /*is_causal=*/true);
-    at::Tensor dqkv = at::empty({s * b, (h + 2 * g) * d}, heads.options());
+    at::Tensor dqkv = at::empty({s * b, (h + 2 * g) * d}, grads[0].options());
     row_kernels::rotate_from_heads(dq, cosine, sine, true, 0, dqkv);
     row_kernels::rotate_from_heads(dk, cosine, sine, true, h, dqkv);
     row_kernels::rotate_from_heads(dv, cosine, sine, false, h + g, dqkv);
     return {dqkv, {}, {}, {}};
-  }
-
- private:
-  /// [b, H, s, d] to [s * b, H * d]; ATen lays its output out as [b, s, H, d], so with b = 1
-  /// nothing is copied.
-  static at::Tensor tokens_of(const at::Tensor& out) {
-    at::Tensor tokens = out.permute({2, 0, 1, 3});
-    const std::vector<std::int64_t> sizes{tokens.size(0) * tokens.size(1),
-                                          tokens.size(2) * tokens.size(3)};
-    return at::_unsafe_view(tokens.contiguous(), sizes);
   }
 };
 

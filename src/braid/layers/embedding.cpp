@@ -1,3 +1,4 @@
+// Vocabulary-parallel embedding and cross-entropy as autograd functions over the row kernels.
 #include "braid/layers/embedding.h"
 
 #include <torch/csrc/autograd/custom_function.h>

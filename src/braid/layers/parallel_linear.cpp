@@ -1,3 +1,4 @@
+// Column- and row-parallel layers as autograd functions over the collective matmuls.
 #include "braid/layers/parallel_linear.h"
 
 #include <torch/csrc/autograd/custom_function.h>

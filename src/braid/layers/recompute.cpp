@@ -1,3 +1,4 @@
+// The autograd function that runs a block again in backward.
 #include "braid/layers/recompute.h"
 
 #include <torch/csrc/autograd/autograd.h>

@@ -1,3 +1,4 @@
+// The row loops, compiled for several instruction sets.
 #include "braid/layers/row_kernels.h"
 
 #include <ATen/Parallel.h>
@@ -136,9 +137,9 @@ BRAID_CLONES void norm_backward(const NormBackward<T>& a, float* dweight, int64_
 }
 
 /// Turns pairs (i, i + half) by the angle; sign -1 turns back.
-template <class T>
-BRAID_INLINE void rotate(const T* from, T* to, const float* cosine, const float* sine, float sign,
-                         int64_t half) {
+template <class From, class To>
+BRAID_INLINE void rotate(const From* from, To* to, const float* cosine, const float* sine,
+                         float sign, int64_t half) {
 #pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
     const float a = load(from, i), b = load(from, i + half), c = cosine[i], s = sign * sine[i];
@@ -147,34 +148,38 @@ BRAID_INLINE void rotate(const T* from, T* to, const float* cosine, const float*
   }
 }
 
-/// Heads of all tokens: at rows + token * row_stride + head * d on one side, at heads + strides on
-/// the other.
-template <class T>
-struct Heads {
-  T* rows;
-  T* heads;
-  const float *cosine, *sine;
-  int64_t b, num_heads, num_rotated, d, row_stride, batch_stride, head_stride, position_stride;
-  bool to_heads;
+struct HeadStrides {
+  int64_t batch, head, position;
 };
 
-template <class T>
-BRAID_CLONES void move_heads(const Heads<T>& a, int64_t begin, int64_t end) {
+/// Heads of all tokens, from one layout to the other; token p * b + i is position p of sequence i.
+template <class From, class To>
+struct HeadMove {
+  const From* from;
+  To* to;
+  HeadStrides from_strides, to_strides;
+  const float *cosine, *sine;
+  float sign;
+  int64_t b, num_heads, num_rotated, d;
+};
+
+template <class From, class To>
+BRAID_CLONES void move_heads(const HeadMove<From, To>& a, int64_t begin, int64_t end) {
   const int64_t half = a.d / 2;
   for (int64_t token = begin; token < end; ++token) {
     const int64_t position = token / a.b, batch = token % a.b;
     const float *cosine = a.cosine + position * half, *sine = a.sine + position * half;
-    T* row = a.rows + token * a.row_stride;
-    T* block = a.heads + batch * a.batch_stride + position * a.position_stride;
+    const From* from = a.from + batch * a.from_strides.batch + position * a.from_strides.position;
+    To* to = a.to + batch * a.to_strides.batch + position * a.to_strides.position;
     for (int64_t head = 0; head < a.num_heads; ++head) {
-      T *in_row = row + head * a.d, *in_block = block + head * a.head_stride;
-      const T* from = a.to_heads ? in_row : in_block;
-      T* to = a.to_heads ? in_block : in_row;
       if (head < a.num_rotated) {
-        rotate(from, to, cosine, sine, a.to_heads ? 1.0F : -1.0F, half);
+        rotate(from, to, cosine, sine, a.sign, half);
       } else {
-        for (int64_t i = 0; i < a.d; ++i) to[i] = from[i];
+#pragma omp simd
+        for (int64_t i = 0; i < a.d; ++i) store(to, i, load(from, i));
       }
+      from += a.from_strides.head;
+      to += a.to_strides.head;
     }
   }
 }
@@ -254,6 +259,11 @@ void with_type_of(const at::Tensor& x, const Fn& fn) {
   x.scalar_type() == at::kFloat ? fn(float{}) : fn(BFloat16{});
 }
 
+template <class Fn>
+void with_types_of(const at::Tensor& x, const at::Tensor& y, const Fn& fn) {
+  with_type_of(x, [&]<class X>(X a) { with_type_of(y, [&]<class Y>(Y b) { fn(a, b); }); });
+}
+
 /// Calls fn(begin, end) over row ranges that are worth a thread.
 template <class Fn>
 void for_rows(int64_t rows, int64_t row_elements, const Fn& fn) {
@@ -291,22 +301,33 @@ void rms_norm_backward(const at::Tensor& dy, const at::Tensor& dsum, const at::T
   });
 }
 
+namespace {
+
+HeadStrides strides_of_heads(const at::Tensor& heads) {
+  return {heads.stride(0), heads.stride(1), heads.stride(2)};
+}
+
+/// Rows of b sequences side by side.
+HeadStrides strides_of_rows(const at::Tensor& rows, const at::Tensor& heads) {
+  return {rows.stride(0), heads.size(3), heads.size(0) * rows.stride(0)};
+}
+
+}  // namespace
+
 void rotate_to_heads(const at::Tensor& rows, const at::Tensor& cosine, const at::Tensor& sine,
                      int64_t num_rotated, at::Tensor& heads) {
-  with_type_of(rows, [&]<class T>(T) {
-    const Heads<T> a{data<T>(rows),
-                     data<T>(heads),
-                     cosine.data_ptr<float>(),
-                     sine.data_ptr<float>(),
-                     heads.size(0),
-                     heads.size(1),
-                     num_rotated,
-                     heads.size(3),
-                     rows.stride(0),
-                     heads.stride(0),
-                     heads.stride(1),
-                     heads.stride(2),
-                     /*to_heads=*/true};
+  with_types_of(rows, heads, [&]<class From, class To>(From, To) {
+    const HeadMove<From, To> a{data<From>(rows),
+                               data<To>(heads),
+                               strides_of_rows(rows, heads),
+                               strides_of_heads(heads),
+                               data<float>(cosine),
+                               data<float>(sine),
+                               1.0F,
+                               heads.size(0),
+                               heads.size(1),
+                               num_rotated,
+                               heads.size(3)};
     for_rows(rows.size(0), rows.size(1),
              [&](int64_t begin, int64_t end) { move_heads(a, begin, end); });
   });
@@ -314,22 +335,20 @@ void rotate_to_heads(const at::Tensor& rows, const at::Tensor& cosine, const at:
 
 void rotate_from_heads(const at::Tensor& heads, const at::Tensor& cosine, const at::Tensor& sine,
                        bool rotated, int64_t begin_head, at::Tensor& rows) {
-  with_type_of(rows, [&]<class T>(T) {
-    const auto d = heads.size(3);
-    const Heads<T> a{data<T>(rows) + begin_head * d,
-                     data<T>(heads),
-                     cosine.data_ptr<float>(),
-                     sine.data_ptr<float>(),
-                     heads.size(0),
-                     heads.size(1),
-                     rotated ? heads.size(1) : 0,
-                     d,
-                     rows.stride(0),
-                     heads.stride(0),
-                     heads.stride(1),
-                     heads.stride(2),
-                     /*to_heads=*/false};
-    for_rows(rows.size(0), heads.size(1) * d,
+  with_types_of(heads, rows, [&]<class From, class To>(From, To) {
+    const auto num_heads = heads.size(1), d = heads.size(3);
+    const HeadMove<From, To> a{data<From>(heads),
+                               data<To>(rows) + begin_head * d,
+                               strides_of_heads(heads),
+                               strides_of_rows(rows, heads),
+                               data<float>(cosine),
+                               data<float>(sine),
+                               -1.0F,
+                               heads.size(0),
+                               num_heads,
+                               rotated ? num_heads : 0,
+                               d};
+    for_rows(rows.size(0), num_heads * d,
              [&](int64_t begin, int64_t end) { move_heads(a, begin, end); });
   });
 }

@@ -28,7 +28,7 @@ void rms_norm_backward(const at::Tensor& dy, const at::Tensor& dsum, const at::T
 /// rotated on the way (rotate-half: feature i with feature i + d/2), by the angle of the token's
 /// position.
 ///   Shapes  rows [s * b, H * d], token p * b + i is position p of sequence i   heads [b, H, s, d]
-///           cosine, sine [>= s, d/2] f32
+///           cosine, sine [>= s, d/2] f32; rows and heads may differ in type
 void rotate_to_heads(const at::Tensor& rows, const at::Tensor& cosine, const at::Tensor& sine,
                      std::int64_t num_rotated, at::Tensor& heads);
 /// The adjoint, for heads in parts (query, key, value): writes rows[:, begin * d : (begin + H) *

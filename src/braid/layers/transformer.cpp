@@ -1,3 +1,4 @@
+// The decoder: its parameters with their slices, and its passes.
 #include "braid/layers/transformer.h"
 
 #include <ATen/CPUGeneratorImpl.h>
