@@ -33,6 +33,11 @@ void check_weight(const char* op, const at::Tensor& x, const at::Tensor& weight,
               bias.sizes(), ", weight has n = ", weight.size(0));
 }
 
+/// The size over all ranks of the dim that is split over them.
+std::int64_t whole_features(const Group& group, std::int64_t share, const MatmulOptions& options) {
+  return options.whole_features > 0 ? options.whole_features : share * group.size();
+}
+
 /// How a gathering operation runs; fills in rows (of every rank) where choosing needs them.
 int choose_gather(const Group& group, const char* op, const at::Tensor& x_shard, std::int64_t n,
                   const MatmulOptions& options, std::vector<std::int64_t>& rows,
@@ -43,7 +48,9 @@ int choose_gather(const Group& group, const char* op, const at::Tensor& x_shard,
                 all.const_data_ptr<std::int64_t>() + all.numel());
   }
   const std::int64_t m = std::reduce(rows.begin(), rows.end());
-  return tuner::choose(group, {op, m, n, x_shard.size(1), x_shard.scalar_type()}, options, trial);
+  return tuner::choose(
+      group, {op, m, whole_features(group, n, options), x_shard.size(1), x_shard.scalar_type()},
+      options, trial);
 }
 
 std::int64_t total(const std::vector<std::int64_t>& rows) {
@@ -56,6 +63,18 @@ std::vector<std::int64_t> flat_rows(const at::Tensor& x, std::vector<std::int64_
       c10::multiply_integers(x.sizes().slice(1, static_cast<std::size_t>(x.dim()) - 2));
   for (auto& n : rows) n *= inner;
   return rows;
+}
+
+/// `rows` of every rank as the caller gave them, checked and flattened; empty if not given.
+std::vector<std::int64_t> given_rows(const Group& group, const char* op, const at::Tensor& x_shard,
+                                     std::vector<std::int64_t> rows) {
+  if (rows.empty()) return rows;
+  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": rows has ", rows.size(),
+              " entries, group ", group.name(), " has ", group.size(), " ranks");
+  BRAID_CHECK(rows[static_cast<std::size_t>(group.rank())] == x_shard.size(0), op,
+              ": rows of rank ", group.rank(), " are given as ",
+              rows[static_cast<std::size_t>(group.rank())], ", its shard has ", x_shard.size(0));
+  return flat_rows(x_shard, std::move(rows));
 }
 
 /// y [rows, n] with the leading dims of x, the first of which is what the rows make it.
@@ -113,7 +132,7 @@ GatheredMatmul all_gather_matmul(const Group& group, const char* op, const at::T
   const trace::Operation operation(op);
   const at::Tensor x = as_rows(op, "x_shard", x_shard), w = weight.detach();
   check_weight(op, x, w, bias);
-  rows = flat_rows(x_shard, std::move(rows));
+  rows = given_rows(group, op, x_shard, std::move(rows));
   GatheredMatmul result;
   if (group.size() == 1) {
     result = {multiply_whole(x, w, bias), keep ? x : at::Tensor()};
@@ -185,7 +204,7 @@ Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
   const trace::Operation operation(kOp);
   const at::Tensor dy_rows = as_rows(kOp, "dy", dy), x = as_rows(kOp, "x_shard", x_shard);
   check_weight_grad(kOp, dy_rows, x, dw);
-  rows = flat_rows(x_shard, std::move(rows));
+  rows = given_rows(group, kOp, x_shard, std::move(rows));
   std::shared_ptr<GatherStream> stream;
   if (group.size() > 1) {
     const auto trial = [&](int num_chunks) {
@@ -222,7 +241,7 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
                    w = weight.detach();
   check_weight(kOp, dy, w.t(), {});
   if (dw.defined()) check_weight_grad(kOp, dy, x_rows, dw);
-  rows = flat_rows(dy_shard, std::move(rows));
+  rows = given_rows(group, kOp, dy_shard, std::move(rows));
   const std::int64_t m = x_rows.size(0);
   at::Tensor dx = need_dx ? at::empty({m, w.size(1)}, dy.options()) : at::Tensor();
 
@@ -279,12 +298,8 @@ Pending<at::Tensor> start_reducing(const Group& group, const char* op, const at:
     const at::Tensor y = with_leading_dims(multiply_whole(rows, w, bias), x);
     return Pending<at::Tensor>([y] { return y; });
   }
-  ReduceShape shape{flat_rows(x, split_rows(x.size(0), group.size())),
-                    w.size(0),
-                    w.size(1),
-                    x.scalar_type(),
-                    bias.defined() ? bias.detach() : bias,
-                    all_reduce};
+  ReduceShape shape{flat_rows(x, split_rows(x.size(0), group.size())), w.size(0), x.scalar_type(),
+                    bias.defined() ? bias.detach() : bias, all_reduce};
   if (all_reduce) shape.rows = split_rows(rows.size(0), group.size());
   const auto multiply_until_wait = [rows](ReduceStream& stream, const TileMatmul& matmul,
                                           bool to_end) {
@@ -304,9 +319,10 @@ Pending<at::Tensor> start_reducing(const Group& group, const char* op, const at:
       return with_leading_dims(stream->finish(), x);
     });
   };
-  return start(
-      tuner::choose(group, {op, rows.size(0), w.size(0), w.size(1) * group.size(), x.scalar_type()},
-                    options, [&](int num_chunks) { (void)start(num_chunks).wait(); }));
+  return start(tuner::choose(
+      group,
+      {op, rows.size(0), w.size(0), whole_features(group, w.size(1), options), x.scalar_type()},
+      options, [&](int num_chunks) { (void)start(num_chunks).wait(); }));
 }
 
 }  // namespace

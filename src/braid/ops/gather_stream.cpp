@@ -6,6 +6,7 @@
 #include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
 #include "braid/comm/slot_tensor.h"
+#include "braid/core/check.h"
 #include "braid/ops/streams.h"
 
 namespace braid {
@@ -21,7 +22,7 @@ class PeerGather final : public GatherStream {
  public:
   PeerGather(const Group& group, const char* name, const at::Tensor& x_shard,
              std::vector<std::int64_t> rows)
-      : group_(group), x_(x_shard), rows_(std::move(rows)), lease_(start(name)) {
+      : group_(group), name_(name), x_(x_shard), rows_(std::move(rows)), lease_(start()) {
     store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
     lease_.publish(1);
   }
@@ -35,6 +36,7 @@ class PeerGather final : public GatherStream {
   }
 
   std::optional<GatheredTile> next() override {
+    reads_.reset();
     if (num_given_ == group_.size()) {
       lease_.release();
       return std::nullopt;
@@ -44,16 +46,19 @@ class PeerGather final : public GatherStream {
     const std::int64_t begin = begins(rows())[p];
     if (peer == group_.rank()) return GatheredTile{begin, x_};
     lease_.agree();
+    const std::int64_t shown = lease_.header(peer).rows;
+    BRAID_CHECK(shown == rows_[p], name_, ": rank ", peer, " of group ", group_.name(), " has ",
+                shown, " rows, rank ", group_.rank(), " expects ", rows_[p]);
     lease_.wait_published(peer, 1);
     const at::Tensor tile = slot_tensor(lease_, peer, 0, {rows_[p], x_.size(1)}, x_.scalar_type());
-    tsan::read(tile.data_ptr(), tile.nbytes());
+    reads_.emplace(tile);
     return GatheredTile{begin, tile};
   }
 
  private:
-  SharedMemory::Lease start(const char* name) const {
+  SharedMemory::Lease start() const {
     Header header;
-    std::strncpy(header.op, name, sizeof header.op - 1);
+    std::strncpy(header.op, name_, sizeof header.op - 1);
     header.dtype = static_cast<std::int64_t>(x_.scalar_type());
     header.k = x_.size(1);
     header.rows = x_.size(0);
@@ -62,10 +67,12 @@ class PeerGather final : public GatherStream {
   }
 
   const Group& group_;
+  const char* name_;
   at::Tensor x_;
   std::vector<std::int64_t> rows_;
   SharedMemory::Lease lease_;
   int num_given_ = 0;
+  std::optional<SlotReads> reads_;  // of the tile that was given last
 };
 
 class ChunkGather final : public GatherStream {
@@ -81,6 +88,13 @@ class ChunkGather final : public GatherStream {
     for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_chunks));
     start_next();
   }
+  /// Takes part in the rest when its user gave up: the peers may not have.
+  ~ChunkGather() override {
+    try {
+      while (!failed_ && next()) continue;
+    } catch (...) {  // the peers see it too
+    }
+  }
 
   const std::vector<std::int64_t>& rows() override { return rows_; }
 
@@ -90,7 +104,9 @@ class ChunkGather final : public GatherStream {
       const std::size_t chunk = num_started_ - 1;
       Pending<at::Tensor> current = std::move(in_flight_);
       start_next();
+      failed_ = true;
       data_ = current.wait();
+      failed_ = false;
       cut(chunk);
     }
     GatheredTile tile = tiles_.front();
@@ -135,6 +151,7 @@ class ChunkGather final : public GatherStream {
   std::vector<std::int64_t> rows_;
   std::vector<std::vector<std::int64_t>> parts_;  // [rank][chunk]
   std::size_t num_started_ = 0;
+  bool failed_ = false;  // a chunk: the rest is not to be started
   Pending<at::Tensor> in_flight_;
   at::Tensor data_;
   std::deque<GatheredTile> tiles_;

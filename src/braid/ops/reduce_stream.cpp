@@ -1,4 +1,6 @@
 // Reduce streams: into the peers' memory, or by chunks of collectives.
+#include <c10/util/hash.h>
+
 #include <cstring>
 #include <deque>
 #include <numeric>
@@ -41,6 +43,7 @@ class PeerReduce final : public ReduceStream {
     PartialTile tile{begin_of(shape_.rows, owner_), rows_of(owner_), {}, owner_ == group_.rank()};
     tile.out = owner_ == group_.rank() ? own_sum() : partial(owner_, group_.rank());
     given_ = tile.out;
+    tsan::write(given_.data_ptr(), given_.nbytes());
     return tile;
   }
 
@@ -63,6 +66,7 @@ class PeerReduce final : public ReduceStream {
       lease_.release_and_wait();
     else
       lease_.release();
+    if (kept) tsan::write(result_.data_ptr(), result_.nbytes());  // its owner may, from here on
     return result_;
   }
 
@@ -83,6 +87,8 @@ class PeerReduce final : public ReduceStream {
     header.dtype = static_cast<std::int64_t>(shape_.dtype);
     header.n = shape_.n;
     header.rows = std::reduce(shape_.rows.begin(), shape_.rows.end());
+    header.set_variant("split of rows (hash)",
+                       static_cast<std::int64_t>(c10::get_hash(shape_.rows)));
     return group_.memory()->start(
         header, others_offset(group_.rank()) + bytes_of((group_.size() - 2) * own_rows()));
   }
@@ -175,7 +181,7 @@ class ChunkReduce final : public ReduceStream {
     if (tiles_.empty()) {
       start();
       while (tiles_.empty() && num_cut_ < parts_[0].size()) cut();
-      if (tiles_.empty()) return std::nullopt;
+      if (tiles_.empty()) return std::nullopt;  // a whole without rows is started by finish()
     }
     PartialTile tile = tiles_.front();
     tiles_.pop_front();
@@ -209,7 +215,7 @@ class ChunkReduce final : public ReduceStream {
     const std::size_t chunk = num_cut_++;
     const auto rows = rows_of(chunk);
     const std::int64_t total = std::reduce(rows.begin(), rows.end());
-    if (total == 0) return;
+    if (total == 0 && chunk > 0) return;
     data_ = at::empty({total, shape_.n}, at::TensorOptions(shape_.dtype));
     if (parts_[0].size() == 1) {
       tiles_.push_back({0, total, data_, false});

@@ -62,7 +62,7 @@ class ReduceStream {
 
 struct ReduceShape {
   std::vector<std::int64_t> rows;  // of the result that each rank owns; the same on all ranks
-  std::int64_t n = 0, k = 0;       // k only for the agreement of headers
+  std::int64_t n = 0;
   at::ScalarType dtype = at::kFloat;
   at::Tensor bias = {};     // [n], added once, or undefined
   bool all_reduce = false;  // every rank gets all rows; else each its own
