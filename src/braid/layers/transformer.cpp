@@ -138,8 +138,11 @@ std::size_t Transformer::add(std::string name, std::vector<Part> parts, bool is_
 }
 
 LinearOptions Transformer::linear_options(const Parameter& weight, std::int64_t num_tokens) const {
-  return {options_.group,         options_.sequence_parallel, options_.matmul,
-          options_.keep_gathered, weight.main_grad,           num_tokens};
+  LinearOptions options{options_.group,         options_.sequence_parallel, options_.matmul,
+                        options_.keep_gathered, weight.main_grad,           num_tokens};
+  for (const Part& part : weight.parts)
+    options.matmul.whole_features += part.shape[static_cast<std::size_t>(part.dim)];
+  return options;
 }
 
 NormOptions Transformer::norm_options(const Parameter& weight) const {

@@ -33,6 +33,9 @@ enum class Mode : std::uint8_t {
 struct MatmulOptions {
   Mode mode = Mode::automatic;
   int num_chunks = 2;  // of mode chunked; more chunks than rows are empty and skipped
+  // The features of the weight's split dim over all ranks, where the ranks' shares differ; 0: they
+  // are equal. Mode automatic needs it, so that all ranks speak of the same operation.
+  std::int64_t whole_features = 0;
 };
 
 /// y = all_gather(x_shard) @ weight^T + bias.
