@@ -1,21 +1,53 @@
 #!/usr/bin/env bash
-# The standing measurements: every op at its shapes, one training step; one JSON line a case, into bench/results.
+# The standing measurements: the collective matmuls at their shapes, and a training step; JSON lines, and a table of them.
+# Usage: bench/run.sh [FOLDER [ROUNDS]]     FOLDER: where the results go (bench/results)
+#                                           ROUNDS: of each case of the ops (21); a third as many steps, in 3 repeats
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mkdir -p bench/results
-out=bench/results/standing_$(nproc)cores_$(date +%Y%m).jsonl
-: >"$out.new"
+folder=${1:-bench/results}
+rounds=${2:-21}
+mkdir -p "$folder"
+cpu=$(sed -n '/^model name/{s/.*: //;s/([^)]*)//g;p;q}' /proc/cpuinfo | tr '[:upper:]' '[:lower:]' | tr -cs 'a-z0-9.\n' _)
+name=${cpu%_}_$(nproc)cores_$(date +%Y%m).jsonl
+first_core=$(taskset -cp $$ | sed 's/.*: //;s/[-,].*//')
+
+# begin KIND; measure COMMAND...; finish: one JSON line a case, in a file that appears when it is whole.
+begin() {
+  out=$folder/$1_$name
+  printf '{"command": "make bench", "commit": "%s", "rounds": %d}\n' "$(git describe --always --dirty)" "$rounds" >"$out.new"
+}
 measure() {
-  echo "braid bench $*" >&2
-  build/braid bench "$@" --nproc 2 --json | tee -a "$out.new"
+  echo "$*" >&2
+  "$@" --json >>"$out.new"
+}
+finish() {
+  mv "$out.new" "$out"
+  results+=("$out")
+}
+results=()
+
+begin ops
+op_case() {
+  measure build/braid bench ops --nproc 2 --n 1024 --k 1024 --rounds "$rounds" --op "$1" --dtype "$2" --m "$3"
 }
 for op in all_gather_matmul matmul_reduce_scatter matmul_all_reduce; do
-  for m in 16 1024 4096; do
-    measure ops --op "$op" --m "$m" --n 1024 --k 1024 --dtype f32
-  done
+  for m in 16 1024 4096; do op_case "$op" f32 "$m"; done
+  for m in 1024 4096; do op_case "$op" bf16 "$m"; done
 done
-measure step --hidden-size 512 --num-layers 4 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 \
-  --global-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel --use-coc --coc-fused-kernel
-mv "$out.new" "$out"
-echo "The results lie in $out."
+finish
+
+begin step
+step=(build/braid bench step --num-layers 4 --hidden-size 512 --ffn-hidden-size 1376 --num-attention-heads 8 --seq-length 1024
+  --vocab-size 256 --micro-batch-size 1 --lr 1e-3 --train-iters $(((rounds + 2) / 3)))
+split=(--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel)
+for repeat in 1 2 3; do
+  measure taskset -c "$first_core" "${step[@]}"
+  measure "${step[@]}" "${split[@]}"
+  measure "${step[@]}" "${split[@]}" --use-coc --coc-parallel-num 4
+  measure "${step[@]}" "${split[@]}" --use-coc --coc-fused-kernel
+done
+finish
+
+python3 bench/summary.py "${results[@]}"
+echo "The results lie in ${results[*]}."

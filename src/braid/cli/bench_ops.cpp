@@ -48,10 +48,15 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape).to(dtype);
 }
 
+/// As --dtype has it.
+const char* name_of(at::ScalarType dtype) {
+  return dtype == at::kFloat ? "f32" : dtype == at::kHalf ? "fp16" : "bf16";
+}
+
 nlohmann::json as_json(const OpCase& c, int ranks, const std::vector<Candidate>& candidates,
                        const std::vector<double>& times, double fused_per_gemm, double efficiency) {
   nlohmann::json line{
-      {"op", c.op},    {"m", c.m}, {"n", c.n}, {"k", c.k}, {"dtype", c10::toString(c.dtype)},
+      {"op", c.op},    {"m", c.m}, {"n", c.n}, {"k", c.k}, {"dtype", name_of(c.dtype)},
       {"ranks", ranks}};
   for (std::size_t i = 0; i < candidates.size(); ++i) line[candidates[i].name + "_s"] = times[i];
   line["fused_per_gemm"] = fused_per_gemm;
@@ -166,7 +171,7 @@ void bench_op(const OpCase& c, const Place& place) {
     return;
   }
   fmt::print("{} m {} n {} k {} {}, {} ranks, median of {} rounds\n", c.op, c.m, c.n, c.k,
-             c10::toString(c.dtype), ranks, c.rounds);
+             name_of(c.dtype), ranks, c.rounds);
   fmt::print("{:<12} {:>10} {:>8} {:>8}\n", "", "ms", "/ gemm", "E");
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const bool is_part = candidates[i].name == "gemm" || candidates[i].name.starts_with("comm");

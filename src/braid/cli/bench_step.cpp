@@ -1,20 +1,44 @@
 // braid bench step: a training step with random tokens, and how much of its communication is hidden.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "braid/cli/bench.h"
 #include "braid/comm/collectives.h"
 #include "braid/train/trainer.h"
 
 namespace braid::cli {
+namespace {
+
+std::string mode_of(const TrainConfig& config) {
+  const MatmulOptions options = matmul_options(config);
+  switch (options.mode) {
+    case Mode::serial:
+      return "serial";
+    case Mode::chunked:
+      return fmt::format("chunked{}", options.num_chunks);
+    case Mode::fused:
+      return "fused";
+    case Mode::automatic:
+      return "auto";
+  }
+  TORCH_INTERNAL_ASSERT(false, "no such mode");
+}
+
+}  // namespace
 
 void bench_step(const TrainConfig& config, const Place& place, bool json) {
   const auto store = connect_store(place, env().timeout);
   share_cores(place, *store);
-  const Mesh mesh = make_mesh(store, place.rank, place.world_size,
-                              static_cast<int>(config.tensor_model_parallel_size));
-  Trainer trainer(config, mesh, [&](std::int64_t iteration, std::int64_t micro_batch) {
+  const int tp = static_cast<int>(config.tensor_model_parallel_size);
+  const Mesh mesh = make_mesh(store, place.rank, place.world_size, tp);
+  // The same shards without their communication: what is left of a step when every transfer is free.
+  Mesh alone{{},
+             Group::create_stub("tp", mesh.tp->rank(), tp),
+             Group::create_stub("dp", mesh.dp->rank(), mesh.dp->size())};
+  const auto batch = [&](std::int64_t iteration, std::int64_t micro_batch) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(
         static_cast<std::uint64_t>((iteration * 1000 + micro_batch) * 1000 + mesh.dp->rank()));
     const at::Tensor text =
@@ -22,45 +46,69 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
                     at::TensorOptions(at::kLong));
     return Batch{text.narrow(0, 0, config.seq_length).contiguous(),
                  text.narrow(0, 1, config.seq_length).contiguous()};
-  });
+  };
+  Trainer trainer(config, mesh, batch);
   std::map<std::string, trace::Totals> measured, serial;
   std::int64_t iteration = 0;
   const int rounds = static_cast<int>(config.train_iters);
-  // Both kinds in every round, so that the machine's moods meet both; the first round warms up.
-  const auto times =
-      time_interleaved(*mesh.world,
-                       {{"step",
-                         [&] {
-                           for (const auto& [op, totals] : trainer.step(iteration).totals)
-                             if (iteration > 0) measured[op] += totals;
-                         }},
-                        {"serial",
-                         [&] {
-                           for (const auto& [op, totals] : trainer.serial_step(iteration))
-                             if (iteration > 0) serial[op] += totals;
-                           ++iteration;
-                         }}},
-                       rounds);
+  const MatmulOptions chosen = trainer.model().matmul();
+  const auto run = [&](const MatmulOptions& options, std::map<std::string, trace::Totals>& sums) {
+    trainer.model().set_matmul(options);
+    for (const auto& [op, totals] : trainer.step(iteration).totals)
+      if (iteration >= 2) sums[op] += totals;  // the first of each kind warms up
+    ++iteration;
+  };
+  std::vector<Candidate> candidates{{"step", [&] { run(chosen, measured); }},
+                                    {"serial", [&] { run({Mode::serial}, serial); }}};
+  std::optional<Trainer> stub;
+  if (mesh.world->memory() != nullptr) {
+    stub.emplace(config, alone, batch);
+    candidates.push_back({"no_comm", [&] { (void)stub->step(iteration); }});
+  }
+  // All kinds in every round, so that the machine's moods meet all; the first round warms up.
+  const auto times = time_interleaved(*mesh.world, candidates, rounds);
   if (place.rank != 0) return;
   const auto rows = overlap_by_operation(measured, rounds, serial, rounds);
   Overlap overlap = total_overlap(rows);
   overlap.compute_s = times[0] - overlap.exposed_s;
-  const nlohmann::json line{
+  nlohmann::json line{
       {"step_s", times[0]},
       {"compute_s", overlap.compute_s},
       {"comm_s", overlap.comm_s},
       {"hidden_comm_s", overlap.hidden_s},
       {"exposed_comm_s", overlap.exposed_s},
+      {"serial_step_s", times[1]},
       {"tokens_per_s", static_cast<double>(trainer.tokens_per_step()) / times[0]},
       {"tflop_s_per_rank", trainer.flops_per_step() / times[0] / place.world_size * 1e-12},
       {"ranks", place.world_size},
-      {"tensor_model_parallel_size", config.tensor_model_parallel_size}};
+      {"tensor_model_parallel_size", config.tensor_model_parallel_size},
+      {"sequence_parallel", config.sequence_parallel},
+      {"mode", mode_of(config)},
+      {"num_layers", config.num_layers},
+      {"hidden_size", config.hidden_size},
+      {"seq_length", config.seq_length},
+      {"dtype", config.bf16 ? "bf16" : "f32"}};
+  // The share that is hidden, by the spans and from whole steps; they should tell the same.
+  double by_spans = 0, by_steps = 0;
+  if (stub) {
+    by_spans = overlap.comm_s > 0 ? overlap.hidden_s / overlap.comm_s : 0;
+    by_steps = 1 - (times[0] - times[2]) / (times[1] - times[2]);
+    line["no_comm_step_s"] = times[2];
+    line["hidden_by_spans"] = by_spans;
+    line["hidden_by_steps"] = by_steps;
+  }
   if (json) {
     fmt::print("{}\n", line.dump());
     return;
   }
   for (const auto& [name, value] : line.items()) fmt::print("{:<28} {}\n", name, value.dump());
   fmt::print("{}", overlap_table(rows));
+  if (stub && std::abs(by_spans - by_steps) > 0.05)
+    fmt::print(
+        "The spans' hidden share ({:.2f}) and the steps' ({:.2f}) differ by more than 0.05: ranks "
+        "wait for each "
+        "other's compute, or the machine was not quiet.\n",
+        by_spans, by_steps);
 }
 
 }  // namespace braid::cli

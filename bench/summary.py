@@ -1,0 +1,59 @@
+"""Prints result files of bench/run.sh as Markdown tables; of repeated cases the median.
+
+Usage: bench/summary.py FILE...
+"""
+import json
+import statistics
+import sys
+
+
+def table(head, rows):
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def ops_table(cases):
+    """Times as multiples of the matmul alone, uncut, on every rank at once."""
+    modes = {"fused": "fused", "best of 2, 4, 8 chunks": "chunked", "auto": "auto",
+             "serial, shared memory": "serial_shm", "serial, Gloo": "serial_gloo"}
+    rows = []
+    for case in cases:
+        case["chunked_s"] = min(case[f"chunked{n}_s"] for n in (2, 4, 8))
+        ratios = [f"{case[mode + '_s'] / case['gemm_s']:.2f}" for mode in modes.values()]
+        rows.append([case["op"], case["dtype"], str(case["m"]), f"{1e3 * case['gemm_s']:.2f}", *ratios,
+                     f"{case['overlap_efficiency']:.2f}" if case["serial_gloo_s"] > case["gemm_s"] else "-"])
+    table(["op", "dtype", "m", "matmul, ms", *modes, "overlap efficiency"], rows)
+
+
+def step_table(cases):
+    repeats = {}
+    for case in cases:
+        repeats.setdefault((case["tensor_model_parallel_size"], case["mode"]), []).append(case)
+
+    def median(key, name):
+        return statistics.median(case[name] for case in repeats[key])
+
+    whole = next(median(key, "step_s") for key in repeats if key[0] == 1)
+    rows = []
+    for key in repeats:
+        times = [f"{1e3 * median(key, name):.0f}"
+                 for name in ("step_s", "compute_s", "comm_s", "hidden_comm_s", "exposed_comm_s")]
+        mode = key[1] if key[0] > 1 else "one core"
+        rows.append([f"TP {key[0]}", mode, *times, f"{median(key, 'step_s') / whole:.2f}"])
+    table(["training step", "mode", "ms", "compute", "communication", "hidden", "exposed", "/ TP 1"], rows)
+
+
+def main():
+    for path in sys.argv[1:]:
+        with open(path, encoding="utf-8") as file:
+            cases = [json.loads(line) for line in file]
+        ops = [case for case in cases if "op" in case]
+        steps = [case for case in cases if "step_s" in case]
+        if ops:
+            ops_table(ops)
+        if steps:
+            step_table(steps)
+
+
+main()
