@@ -6,6 +6,7 @@
 #include "braid/cli/commands.h"
 #include "braid/comm/place.h"
 #include "braid/core/log.h"
+#include "braid/train/checkpoint.h"
 #include "braid/train/config.h"
 #include "braid/train/run.h"
 
@@ -36,8 +37,10 @@ void add_train(CLI::App& app, Body& body) {
         for (const auto& text : warnings) warn(text);
       }
       if (const auto code = run_on_ranks(
-              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt))
+              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt)) {
+        if (*code != 0) discard_partial_checkpoint(config.save);  // of a rank that was killed
         return *code;
+      }
       run_training(config, place);
       return 0;
     };

@@ -41,11 +41,18 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& min
   return texts;
 }
 
+/// The store where the ranks meet. The cores are divided before anything starts threads.
+c10::intrusive_ptr<c10d::Store> join(const Place& place) {
+  auto store = connect_store(place, env().timeout);
+  share_cores(place, *store);
+  return store;
+}
+
 class Run {
  public:
   Run(const TrainConfig& config, const Place& place)
       : config_(config),
-        store_(connect_store(place, env().timeout)),
+        store_(join(place)),
         corpus_(Corpus::open(config.data_path)),
         data_(split_data(corpus_, config.split, config.seq_length, config.vocab_size, config.seed)),
         mesh_(make_mesh(store_, place.rank, place.world_size,
@@ -56,7 +63,6 @@ class Run {
                            config_.micro_batch_size, config_.global_batch_size),
               config_.micro_batch_size);
         }) {
-    share_cores(place, *store_);
     if (!config.load.empty()) first_ = trainer_.load(Checkpoint(config.load));
     if (first_ >= config.train_iters)
       warn(
@@ -76,7 +82,9 @@ class Run {
     for (std::int64_t iteration = first_; iteration < config_.train_iters; ++iteration)
       one_iteration(iteration);
     if (!trace_written_) write_trace();
-    report_->finish(overlap_by_operation(measured_, num_measured_, serial_, num_serial_));
+    report_->finish(num_measured_ > 0
+                        ? overlap_by_operation(measured_, num_measured_, serial_, num_serial_)
+                        : std::vector<OperationOverlap>{});
     if (corpus_->is_text() && data_.validation != nullptr && mesh_.world->rank() == 0 &&
         validation_loss_) {
       const NgramLoss tables = ngram_loss(*corpus_, *data_.train, *data_.validation);

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <chrono>
+#include <cmath>
 
 #include "braid/comm/collectives.h"
 #include "braid/ops/tuner.h"
@@ -81,6 +82,12 @@ Trainer::StepResult Trainer::step(std::int64_t iteration) {
   StepResult result;
   result.loss = forward_backward(iteration);
   result.grad_norm = grad_norm(model_.parameters(), *mesh_.tp);
+  // The same on every rank, and before a weight is touched.
+  TORCH_CHECK(std::isfinite(result.loss) && std::isfinite(result.grad_norm), "iteration ",
+              iteration + 1, ": the loss is ", result.loss, ", the gradient's norm is ",
+              result.grad_norm,
+              "; the run ends, the last checkpoint is as it was. HINT: a lower --lr (it is ",
+              config_.lr, "), longer --lr-warmup-iters or a smaller --clip-grad");
   clip_grads(grads_, result.grad_norm, config_.clip_grad);
   result.lr = learning_rate(config_, iteration);
   optimizer_.step(result.lr);

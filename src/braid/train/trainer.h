@@ -35,7 +35,10 @@ class Trainer {
     std::map<std::string, trace::Totals> totals;  // of this step's operations
   };
   /// One iteration: its micro-batches, then one step of the optimizer. Order: collective.
+  ///   Errors  c10::Error on every rank, weights unchanged: the loss or the gradient's norm is not finite
   StepResult step(std::int64_t iteration);
+
+  Transformer& model() { return model_; }
 
   /// Forward, backward and the sums over ranks of an iteration in serial mode; its gradients are thrown away.
   /// Gives the operations' totals. Order: collective.
