@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "braid/train/trainer.h"
+#include "tests/support/text.h"
 #include "tests/train/temporary_folder.h"
 
 namespace braid {
@@ -39,22 +40,9 @@ TrainConfig small_model() {
   return config;
 }
 
-/// Words in a made-up order: 60000 bytes that a model can learn something from.
-std::string words() {
-  const char* const kWords[] = {"braid ", "gather ", "matmul ", "scatter ", "rank ",
-                                "tile ",  "one ",    "weaves ", "the\n",    "while "};
-  std::string text;
-  std::uint32_t state = 1;
-  while (text.size() < 60000) {
-    state = state * 1664525u + 1013904223u;
-    text += kWords[state >> 28 < 10 ? state >> 28 : 8];
-  }
-  return text;
-}
-
 std::shared_ptr<const Corpus> corpus() {
   static const test::TemporaryFolder folder;
-  static const auto opened = Corpus::open(folder.write("words.txt", words()));
+  static const auto opened = Corpus::open(folder.write("words.txt", test::words(60000)));
   return opened;
 }
 
