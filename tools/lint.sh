@@ -35,6 +35,9 @@ for file in "${code[@]}"; do
   [[ $first =~ ^(//|#|\"\"\")\ ?[^\ ] ]] || complain "$file: does not begin with a comment that says its purpose"
 done
 
+example=examples/all_gather_matmul.cpp
+sed -n '/^```cpp$/,/^```$/p' README.md | sed '1d;$d' | cmp -s - "$example" || complain "README.md: does not show $example as it is"
+
 for ((i = 0; i < ${#rooms[@]}; i++)); do
   below=("${rooms[@]:i+1}")
   [ ${#below[@]} -gt 0 ] || continue
