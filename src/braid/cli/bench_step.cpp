@@ -63,6 +63,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   std::optional<Trainer> stub;
   if (mesh.world->memory() != nullptr) {
     stub.emplace(config, alone, batch);
+    stub->model().set_matmul({Mode::fused});
     candidates.push_back({"no_comm", [&] { (void)stub->step(iteration); }});
   }
   // All kinds in every round, so that the machine's moods meet all; the first round warms up.

@@ -27,6 +27,15 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   return group;
 }
 
+std::shared_ptr<Group> Group::create_stub(const std::string& name, int rank, int size) {
+  auto group = std::shared_ptr<Group>(new Group);
+  group->rank_ = rank;
+  group->size_ = size;
+  group->name_ = name;
+  if (size > 1) group->memory_ = SharedMemory::create_stub(name, rank, size);
+  return group;
+}
+
 Group::~Group() = default;
 
 c10d::Backend& Group::backend() const {

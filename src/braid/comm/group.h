@@ -32,6 +32,8 @@ class Group {
   static std::shared_ptr<Group> create(const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
                                        GroupOptions options = {});
+  /// A group of `size` ranks without the others, for timing: see SharedMemory::create_stub. Not collective.
+  static std::shared_ptr<Group> create_stub(const std::string& name, int rank, int size);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

@@ -48,11 +48,14 @@ struct SharedMemory::Entry {
 /// Start of a region; all but the nonce written by the region's rank while it runs.
 /// | word      | state                                                  | who reads            | at rest |
 /// | waits_for | 1 + the rank it sleeps for                             | who waits in vain    | 0       |
+/// | flag, until | that rank's flag (bytes into its region) and the value | the same             | any   |
 /// | lost      | 1 + the rank whose loss it saw, or it waited in vain for | all, while they wait | 0     |
 /// | lost_op   | the operation it was in; written before `lost`, once   | all, after `lost`    | ""      |
 struct SharedMemory::Control {
   Nonce nonce;
   std::atomic<std::int32_t> waits_for;
+  std::atomic<std::uint32_t> flag;
+  std::atomic<std::uint64_t> until;
   std::atomic<std::int32_t> lost;
   char lost_op[32];
   Entry entries[kEntries];
@@ -76,6 +79,19 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
   memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
   // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host.
   memory->spins_ = size <= ::sysconf(_SC_NPROCESSORS_ONLN) ? env().spin : 0;
+  return memory;
+}
+
+std::unique_ptr<SharedMemory> SharedMemory::create_stub(const std::string& group, int rank,
+                                                        int size) {
+  const auto region = Region::make(control_bytes() + kSlots * env().slot_bytes);
+  region->allocate(0, control_bytes());
+  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory);
+  memory->group_ = group;
+  memory->rank_ = rank;
+  memory->is_stub_ = true;
+  memory->regions_.assign(static_cast<std::size_t>(size), region);
+  memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
   return memory;
 }
 
@@ -134,21 +150,28 @@ std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t
 
 int SharedMemory::end_of_chain(int peer) const {
   for (int step = 0; step < size(); ++step) {
-    const int next = control(peer).waits_for.load(std::memory_order_relaxed) - 1;
+    const Control& waiter = control(peer);
+    const int next = waiter.waits_for.load(std::memory_order_acquire) - 1;
     if (next < 0 || next == rank_) break;
+    const auto& flag = *reinterpret_cast<const Flag*>(
+        regions_[static_cast<std::size_t>(next)]->data() + waiter.flag.load());
+    if (flag.reached(waiter.until.load())) break;  // it would go on, but is frozen
     peer = next;
   }
   return peer;
 }
 
 void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const {
-  if (flag.reached(at_least)) return;
+  if (is_stub_ || flag.reached(at_least)) return;
   check_usable();
   const trace::Span span(trace::Kind::wait, "wait");
   if (flag.spin(at_least, spins_)) return;
   const auto since = Clock::now();
-  std::atomic<std::int32_t>& waits_for = control(rank_).waits_for;
-  waits_for.store(1 + peer, std::memory_order_relaxed);
+  Control& mine = control(rank_);
+  mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
+                                         regions_[static_cast<std::size_t>(peer)]->data());
+  mine.until = at_least;
+  mine.waits_for.store(1 + peer, std::memory_order_release);
   auto left = timeout_;
   while (!flag.sleep(at_least, std::min(kSlice, left))) {
     const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
@@ -173,7 +196,7 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
     fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, loss->rank,
                             loss->op, times()));
   }
-  waits_for.store(0, std::memory_order_relaxed);
+  mine.waits_for.store(0, std::memory_order_relaxed);
 }
 
 SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes) {

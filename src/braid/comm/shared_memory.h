@@ -74,6 +74,9 @@ class SharedMemory {
   static std::unique_ptr<SharedMemory> create(const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::string& group, int rank, int size,
                                               std::chrono::milliseconds timeout);
+  /// A stand-in for timing what is left without transfers: every peer's region is this rank's own
+  /// and waits return at once, so results are wrong. Collective matmuls copy no payload.
+  static std::unique_ptr<SharedMemory> create_stub(const std::string& group, int rank, int size);
   ~SharedMemory();
 
   class Lease;
@@ -118,6 +121,7 @@ class SharedMemory {
   std::string group_;
   int rank_ = 0;
   int spins_ = 0;
+  bool is_stub_ = false;
   std::chrono::milliseconds timeout_{};
   std::vector<std::shared_ptr<Region>> regions_;  // by rank
   std::vector<int> sockets_;                      // by rank; -1 for this one
@@ -139,6 +143,8 @@ class SharedMemory::Lease {
   Lease(Lease&& other) noexcept;
   Lease& operator=(Lease&&) = delete;
   ~Lease();  // releases
+
+  bool is_stub() const { return memory_->is_stub_; }
 
   /// The payload of this operation in `rank`'s region; a peer's only after agree().
   std::byte* slot(int rank) const;

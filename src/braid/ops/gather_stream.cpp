@@ -23,7 +23,8 @@ class PeerGather final : public GatherStream {
   PeerGather(const Group& group, const char* name, const at::Tensor& x_shard,
              std::vector<std::int64_t> rows)
       : group_(group), name_(name), x_(x_shard), rows_(std::move(rows)), lease_(start()) {
-    store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
+    if (!lease_.is_stub())
+      store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
     lease_.publish(1);
   }
 
@@ -44,7 +45,7 @@ class PeerGather final : public GatherStream {
     const int peer = (group_.rank() + num_given_++) % group_.size();
     const auto p = static_cast<std::size_t>(peer);
     const std::int64_t begin = begins(rows())[p];
-    if (peer == group_.rank()) return GatheredTile{begin, x_};
+    if (peer == group_.rank() || lease_.is_stub()) return GatheredTile{begin, x_};
     lease_.agree();
     const std::int64_t shown = lease_.header(peer).rows;
     BRAID_CHECK(shown == rows_[p], name_, ": rank ", peer, " of group ", group_.name(), " has ",

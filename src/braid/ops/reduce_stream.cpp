@@ -40,7 +40,10 @@ class PeerReduce final : public ReduceStream {
     post();
     if (num_given_ == group_.size()) return std::nullopt;
     owner_ = (group_.rank() + 1 + num_given_++) % group_.size();
-    PartialTile tile{begin_of(shape_.rows, owner_), rows_of(owner_), {}, owner_ == group_.rank()};
+    PartialTile tile{begin_of(shape_.rows, owner_),
+                     rows_of(owner_),
+                     {},
+                     owner_ == group_.rank() && !lease_.is_stub()};
     tile.out = owner_ == group_.rank() ? own_sum() : partial(owner_, group_.rank());
     given_ = tile.out;
     tsan::write(given_.data_ptr(), given_.nbytes());
@@ -57,7 +60,7 @@ class PeerReduce final : public ReduceStream {
     const bool kept = take_result();
     for (int step = 0; shape_.all_reduce && step < group_.size(); ++step) {
       const int peer = (group_.rank() + step) % group_.size();
-      if (kept && peer == group_.rank()) continue;
+      if ((kept && peer == group_.rank()) || lease_.is_stub()) continue;
       lease_.wait_result(peer, 1);
       load_from_slot(result_.narrow(0, begin_of(shape_.rows, peer), rows_of(peer)),
                      first_partial(peer));

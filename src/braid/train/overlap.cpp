@@ -48,6 +48,8 @@ std::vector<OperationOverlap> overlap_by_operation(
 Overlap total_overlap(const std::vector<OperationOverlap>& rows) {
   Overlap total;
   for (const OperationOverlap& row : rows) total += row.overlap;
+  // Of the sums: where ranks drift apart, one operation waits for what another one did not.
+  total.hidden_s = std::clamp(total.comm_s - total.exposed_s, 0.0, total.comm_s);
   return total;
 }
 

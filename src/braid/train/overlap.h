@@ -35,7 +35,7 @@ std::vector<OperationOverlap> overlap_by_operation(
     const std::map<std::string, trace::Totals>& measured, std::int64_t num_measured,
     const std::map<std::string, trace::Totals>& serial, std::int64_t num_serial);
 
-/// The sum of all rows.
+/// All rows together; hidden is that of the sums, as rows that hide nothing count against those that do.
 Overlap total_overlap(const std::vector<OperationOverlap>& rows);
 
 /// The rows and their sum as lines of text, times in milliseconds; empty where there are no rows.
