@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <numeric>
 #include <string>
 
 #include "braid/comm/collectives.h"
@@ -14,8 +13,7 @@ namespace braid::test {
 /// Rank `rank`'s part of x along dim, by split_rows.
 inline at::Tensor part_of(const at::Tensor& x, int dim, int rank, int num_ranks) {
   const auto lengths = split_rows(x.size(dim), num_ranks);
-  const auto begin = std::accumulate(lengths.begin(), lengths.begin() + rank, std::int64_t{0});
-  return x.narrow(dim, begin, lengths.at(rank));
+  return x.narrow(dim, first_row(lengths, rank), lengths.at(rank));
 }
 
 /// Fails unless the shapes are equal and no value differs by more than tolerance * (1 + largest

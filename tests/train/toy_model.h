@@ -109,9 +109,8 @@ class ToyModel {
   }
   Part rows(std::string name, std::vector<std::int64_t> shape,
             const std::vector<std::int64_t>& lengths) const {
-    std::int64_t begin = 0;
-    for (int i = 0; i < rank_; ++i) begin += lengths[static_cast<std::size_t>(i)];
-    return {std::move(name), std::move(shape), 0, begin, lengths[static_cast<std::size_t>(rank_)]};
+    return {std::move(name), std::move(shape), 0, first_row(lengths, rank_),
+            lengths[static_cast<std::size_t>(rank_)]};
   }
 
   void add(std::vector<Part> parts, std::int64_t num_padding_rows = 0) {

@@ -33,6 +33,16 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int size) {
   return result;
 }
 
+std::int64_t first_row(const std::vector<std::int64_t>& rows, int rank) {
+  return std::reduce(rows.begin(), rows.begin() + rank);
+}
+
+RowRange own_part(const std::shared_ptr<Group>& group, std::int64_t rows) {
+  const auto all = split_rows(rows, group ? group->size() : 1);
+  const int rank = group ? group->rank() : 0;
+  return {first_row(all, rank), all[static_cast<std::size_t>(rank)]};
+}
+
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows) {
   BRAID_CHECK(x_shard.dim() >= 1, "all_gather: x_shard has ", x_shard.dim(),

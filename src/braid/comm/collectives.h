@@ -17,6 +17,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "braid/comm/group.h"
@@ -28,6 +29,14 @@ enum class ReduceOp : std::uint8_t { sum, max };
 
 /// Rows that each of `size` ranks owns of `rows`: as at::tensor_split, the first ones one more.
 std::vector<std::int64_t> split_rows(std::int64_t rows, int size);
+/// Where a rank's rows begin, given how many each rank owns.
+std::int64_t first_row(const std::vector<std::int64_t>& rows, int rank);
+
+struct RowRange {
+  std::int64_t begin = 0, length = 0;
+};
+/// What this rank owns of `rows`, by split_rows; all of them without a group.
+RowRange own_part(const std::shared_ptr<Group>& group, std::int64_t rows);
 
 /// Concatenates the shards of all ranks, rank 0 first.
 ///   Shapes  x_shard [t_r, ...]; t_r may differ by rank; returns [sum t_r, ...].

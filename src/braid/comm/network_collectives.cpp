@@ -51,17 +51,10 @@ void receive(const Group& group, Works& works, const at::Tensor& x, int peer, in
   works.push_back(group.backend().recv(message, peer, tag));
 }
 
-std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
-  auto shape = x.sizes().vec();
-  shape[0] = rows;
-  return shape;
-}
-
 /// Rows of every rank's shard; checks that the rest of the shapes agree.
 std::vector<std::int64_t> exchange_rows(const Group& group, const at::Tensor& x) {
-  const auto shape = x.sizes();
-  at::Tensor mine = at::tensor({shape[0], c10::multiply_integers(shape.slice(1)),
-                                static_cast<std::int64_t>(x.scalar_type())});
+  at::Tensor mine =
+      at::tensor({x.size(0), row_elements(x), static_cast<std::int64_t>(x.scalar_type())});
   at::Tensor all = at::empty({group.size() * 3}, at::kLong);
   wait_all(
       group, "all_gather",

@@ -17,9 +17,6 @@ namespace {
 constexpr std::size_t kOneShotBytes = 256 << 10;
 
 std::int64_t num_rows(const at::Tensor& x) { return x.dim() == 0 ? 1 : x.size(0); }
-std::int64_t row_elements(const at::Tensor& x) {
-  return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(1));
-}
 
 Header make_header(const char* op, const at::Tensor& x) {
   Header header;
@@ -28,12 +25,6 @@ Header make_header(const char* op, const at::Tensor& x) {
   header.n = row_elements(x);
   header.rows = num_rows(x);
   return header;
-}
-
-std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
-  auto shape = x.sizes().vec();
-  shape[0] = rows;
-  return shape;
 }
 
 /// out = the reduction over all ranks of the tensor at `offset` in their slots, in rank order,
@@ -116,8 +107,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
     const trace::Operation operation("reduce_scatter");
     lease->agree();
     const auto rank = static_cast<std::size_t>(group.rank());
-    const std::int64_t begin =
-        std::accumulate(rows.begin(), rows.begin() + group.rank(), std::int64_t{0});
+    const std::int64_t begin = first_row(rows, group.rank());
     at::Tensor out = at::empty(with_rows(x, rows[rank]), x.options());
     for (int peer = 0; peer < group.size(); ++peer) lease->wait_published(peer, 1);
     const auto offset = static_cast<std::size_t>(begin * row_elements(x)) * x.element_size();
@@ -146,24 +136,25 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
     } else {
       const at::Tensor flat = result.view(-1);
       const auto parts = split_rows(x.numel(), group.size());
-      std::vector<std::int64_t> begin(parts.size(), 0);
-      std::partial_sum(parts.begin(), parts.end() - 1, begin.begin() + 1);
-      const auto bytes = [&](std::size_t part) {
-        return static_cast<std::size_t>(begin[part]) * x.element_size();
+      const auto part = [&](int rank) {
+        return flat.narrow(0, first_row(parts, rank), parts[static_cast<std::size_t>(rank)]);
       };
-      const auto own = static_cast<std::size_t>(group.rank());
+      const auto bytes = [&](int rank) {
+        return static_cast<std::size_t>(first_row(parts, rank)) * x.element_size();
+      };
+      const int own = group.rank();
       // Nobody else reads this part of this slot: the result takes its place.
-      const at::Tensor mine = flat.narrow(0, begin[own], parts[own]);
+      const at::Tensor mine = part(own);
       reduce_slots(*lease, group.size(), bytes(own), op, mine);
       store_to_slot(slot_tensor(*lease, group.rank(), bytes(own), mine.sizes(), x.scalar_type()),
                     mine);
       lease->publish_result(1);
       for (int peer = 0; peer < group.size(); ++peer) {
         if (peer == group.rank()) continue;
-        const auto p = static_cast<std::size_t>(peer);
         lease->wait_result(peer, 1);
-        load_from_slot(flat.narrow(0, begin[p], parts[p]),
-                       slot_tensor(*lease, peer, bytes(p), {parts[p]}, x.scalar_type()));
+        const at::Tensor theirs = part(peer);
+        load_from_slot(theirs,
+                       slot_tensor(*lease, peer, bytes(peer), theirs.sizes(), x.scalar_type()));
       }
     }
     lease->release();
@@ -206,8 +197,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
         at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
     std::int64_t begin = 0;
     for (std::size_t peer = 0; peer < size; ++peer) {
-      const std::int64_t before =
-          std::reduce(sent[peer].begin(), sent[peer].begin() + group.rank());
+      const std::int64_t before = first_row(sent[peer], group.rank());
       const at::Tensor part = out.narrow(0, begin, recv_rows[peer]);
       begin += recv_rows[peer];
       load_from_slot(part, slot_tensor(*lease, static_cast<int>(peer),

@@ -11,6 +11,17 @@ inline at::ScalarType sum_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }
 
+inline std::int64_t row_elements(const at::Tensor& x) {
+  return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(1));
+}
+
+/// The shape of x with another number of rows.
+inline std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t rows) {
+  auto shape = x.sizes().vec();
+  shape[0] = rows;
+  return shape;
+}
+
 // Over the memory that the ranks of a host map. A start publishes, the wait reads the peers' slots.
 namespace shared {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <numeric>
 #include <vector>
 
 #include "braid/comm/collectives.h"
@@ -16,16 +15,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct VocabRange {
-  std::int64_t begin, length;
-};
-
-VocabRange own_range(std::int64_t vocab_size, const std::shared_ptr<Group>& group) {
-  const auto lengths = split_rows(vocab_size, group ? group->size() : 1);
-  const int rank = group ? group->rank() : 0;
-  return {std::accumulate(lengths.begin(), lengths.begin() + rank, std::int64_t{0}), lengths[rank]};
-}
 
 bool is_split(const std::shared_ptr<Group>& group) { return group && group->size() > 1; }
 
@@ -125,7 +114,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight,
                                     std::int64_t vocab_size, const EmbeddingOptions& options) {
   check_tokens(tokens, vocab_size, "embedding: tokens");
-  const auto range = own_range(vocab_size, options.group);
+  const auto range = own_part(options.group, vocab_size);
   BRAID_CHECK_EQ(weight.dim(), 2, "embedding: dims of the weight");
   BRAID_CHECK_EQ(weight.size(0), range.length,
                  "embedding: rows of the weight and this rank's part of the vocabulary");
@@ -141,7 +130,7 @@ at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tens
                                         std::int64_t vocab_size,
                                         const std::shared_ptr<Group>& group) {
   check_tokens(labels, vocab_size, "cross_entropy: labels");
-  const auto range = own_range(vocab_size, group);
+  const auto range = own_part(group, vocab_size);
   BRAID_CHECK_EQ(logits.dim(), 2, "cross_entropy: dims of the logits");
   BRAID_CHECK_EQ(logits.size(0), labels.size(0), "cross_entropy: rows of the logits and labels");
   BRAID_CHECK_EQ(logits.size(1), range.length,

@@ -18,9 +18,12 @@ using torch::autograd::variable_list;
 
 /// What a layer's backward needs besides tensors; kept in the autograd context.
 struct Saved : torch::CustomClassHolder {
+  Saved(const LinearOptions& the_options, const at::Tensor& x, const at::Tensor& bias)
+      : options(the_options), x_sizes(x.sizes().vec()), has_bias(bias.defined()) {}
+
   LinearOptions options;
   std::vector<std::int64_t> x_sizes;
-  bool has_bias = false;  // else it has no place among the gradients
+  bool has_bias;  // else it has no place among the gradients
   bool x_is_gathered = false;
 };
 
@@ -125,10 +128,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
                             const std::optional<at::Tensor>& optional_bias,
                             const LinearOptions& options, bool grad_mode) {
     const at::Tensor bias = optional_bias.value_or(at::Tensor());
-    auto saved = c10::make_intrusive<Saved>();
-    saved->options = options;
-    saved->x_sizes = x.sizes().vec();
-    saved->has_bias = bias.defined();
+    auto saved = c10::make_intrusive<Saved>(options, x, bias);
     const bool needs_dw = grad_mode && weight.requires_grad();
     at::Tensor rows = rows_of(x), y;
     if (num_ranks(options) == 1 || !options.sequence_parallel) {
@@ -202,10 +202,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
                             const std::optional<at::Tensor>& optional_bias,
                             const LinearOptions& options, bool grad_mode) {
     const at::Tensor bias = optional_bias.value_or(at::Tensor());
-    auto saved = c10::make_intrusive<Saved>();
-    saved->options = options;
-    saved->x_sizes = x.sizes().vec();
-    saved->has_bias = bias.defined();
+    auto saved = c10::make_intrusive<Saved>(options, x, bias);
     const at::Tensor rows = rows_of(x);
     at::Tensor y;
     if (num_ranks(options) == 1) {

@@ -5,10 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
-#include "braid/comm/collectives.h"
 #include "braid/core/check.h"
 #include "braid/layers/embedding.h"
 #include "braid/layers/recompute.h"
@@ -31,10 +29,10 @@ Transformer::Transformer(const LlamaConfig& config, const TransformerOptions& op
   const auto h = config_.hidden_size, d = config_.kv_channels, f = config_.ffn_hidden_size,
              v = config_.vocab_size;
   const auto heads_per_group = config_.num_attention_heads / config_.num_query_groups;
-  groups_ = own_slice(config_.num_query_groups);
+  groups_ = own_part(options_.group, config_.num_query_groups);
   heads_ = {groups_.begin * heads_per_group, groups_.length * heads_per_group};
-  ffn_ = own_slice(f);
-  vocab_ = own_slice(v);
+  ffn_ = own_part(options_.group, f);
+  vocab_ = own_part(options_.group, v);
   const auto q_rows = config_.num_attention_heads * d, kv_rows = config_.num_query_groups * d;
 
   embedding_ = add("model.embed_tokens.weight",
@@ -99,12 +97,6 @@ void Transformer::check() const {
   enough(config_.vocab_size, "vocab_size");
   BRAID_CHECK(options_.dtype == at::kFloat || options_.dtype == at::kBFloat16, "dtype is ",
               options_.dtype, ", must be Float or BFloat16");
-}
-
-Transformer::Slice Transformer::own_slice(std::int64_t whole) const {
-  const auto lengths = split_rows(whole, options_.group ? options_.group->size() : 1);
-  const int rank = options_.group ? options_.group->rank() : 0;
-  return {std::accumulate(lengths.begin(), lengths.begin() + rank, std::int64_t{0}), lengths[rank]};
 }
 
 at::Tensor Transformer::whole_weight(const Part& part) const {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "braid/comm/group.h"
+#include "braid/comm/collectives.h"
 #include "braid/layers/attention.h"
 #include "braid/layers/parallel_linear.h"
 #include "braid/layers/parameter.h"
@@ -84,12 +84,8 @@ class Transformer {
   struct Stream {
     at::Tensor x, delta;
   };
-  struct Slice {
-    std::int64_t begin, length;
-  };
 
   void check() const;
-  Slice own_slice(std::int64_t whole) const;
   std::size_t add(std::string name, std::vector<Part> parts, bool is_norm);
   at::Tensor whole_weight(const Part& part) const;
 
@@ -107,7 +103,7 @@ class Transformer {
   std::vector<Parameter> parameters_;
   std::vector<Layer> layers_;
   std::size_t embedding_ = 0, final_norm_ = 0, output_ = 0;
-  Slice heads_{}, groups_{}, ffn_{}, vocab_{};
+  RowRange heads_, groups_, ffn_, vocab_;
   RotaryTable rotary_;  // for as many positions as were seen
 };
 
