@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "braid/train/trainer.h"
 #include "tests/train/temporary_folder.h"
 
 namespace braid {
@@ -86,6 +87,15 @@ TEST(TransformersConfig, WhatIsMissingHasTransformersDefaults) {
               HasSubstr("--kv-channels is 16"));
   EXPECT_THAT(value_error([&] { check_same_model(config, json::object(), "x"); }),
               HasSubstr("--vocab-size is 300"));
+}
+
+TEST(TransformersConfig, NamesTheTensorsThatTheModelHas) {
+  for (const bool untied : {false, true}) {
+    TrainConfig config = some_config();
+    config.untie_embeddings_and_output_weights = untied;
+    Transformer model(llama_config(config), {});
+    EXPECT_EQ(transformers_tensors(config), whole_tensors(model.parameters()));
+  }
 }
 
 }  // namespace

@@ -6,10 +6,14 @@
 #include "braid/cli/commands.h"
 #include "braid/comm/launch.h"
 #include "braid/core/check.h"
+#include "braid/core/env.h"
+#include "braid/core/log.h"
+#include "braid/train/run.h"
 
 namespace braid::cli {
 
 std::optional<int> run_on_ranks(std::optional<int> num_ranks) {
+  (void)env();  // a wrong variable is said before ranks start
   const Place place = place_from_environment();
   if (num_ranks) BRAID_CHECK(*num_ranks >= 1, "--nproc is ", *num_ranks, ", expected at least 1");
   if (!place.source.empty()) {
@@ -20,6 +24,19 @@ std::optional<int> run_on_ranks(std::optional<int> num_ranks) {
   }
   if (num_ranks.value_or(1) == 1) return std::nullopt;
   return launch_ranks(*num_ranks, command_line());
+}
+
+std::optional<int> run_on_ranks(TrainConfig& config, const Place& place, bool needs_data) {
+  const auto nproc =
+      config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt;
+  const auto warnings =
+      validate(config, place.source.empty() ? nproc.value_or(1) : place.world_size, needs_data);
+  speaks = place.rank == 0;
+  if (!place.launched) {  // else the launcher has checked and warned already
+    if (needs_data) check_inputs(config);
+    for (const auto& text : warnings) warn(text);
+  }
+  return run_on_ranks(nproc);
 }
 
 std::vector<std::string> command_line() {

@@ -86,6 +86,11 @@ TrainerState parse_state(const json& object, const fs::path& path) {
     BRAID_CHECK(object.contains(key), path.string(), " lacks ", key);
     *target = object[key];
   }
+  for (const auto& [key, choice] : state.tuner.items()) {
+    BRAID_CHECK(choice.is_number_unsigned() && choice <= INT32_MAX, path.string(),
+                ": the tuner's choice of ", key, " is ", choice.dump(),
+                ", expected a number of chunks");
+  }
   return state;
 }
 
@@ -127,14 +132,15 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
-void check_tensor(const SafetensorsFile& file, const std::string& name, const Part& part) {
+void check_tensor(const SafetensorsFile& file, const std::string& name,
+                  const std::vector<std::int64_t>& shape) {
   const auto found = file.tensors().find(name);
   BRAID_CHECK(found != file.tensors().end(), file.path(), " lacks the tensor ", name);
   const TensorInfo& info = found->second;
   BRAID_CHECK(at::isFloatingType(info.dtype), file.path(), ": tensor ", name, " has the dtype ",
               info.dtype, ", expected a floating type");
-  BRAID_CHECK(info.shape == part.shape, file.path(), ": tensor ", name, " has shape ",
-              at::IntArrayRef(info.shape), ", the model's has ", at::IntArrayRef(part.shape));
+  BRAID_CHECK(info.shape == shape, file.path(), ": tensor ", name, " has shape ",
+              at::IntArrayRef(info.shape), ", the model's has ", at::IntArrayRef(shape));
 }
 
 }  // namespace
@@ -183,49 +189,48 @@ const SafetensorsFile& Checkpoint::file_of(const std::string& name) const {
   return files_[file_index_.at(name)];
 }
 
-void Checkpoint::check(const std::vector<Parameter>& parameters) const {
+TensorShapes whole_tensors(const std::vector<Parameter>& parameters) {
+  TensorShapes shapes;
+  for (const Parameter& parameter : parameters)
+    for (const Part& part : parameter.parts) shapes[part.name] = part.shape;
+  return shapes;
+}
+
+void Checkpoint::check(const TensorShapes& model) const {
   std::vector<std::string> missing, unexpected;
-  std::set<std::string> wanted;
-  const std::vector<PartPlace> places = places_of(parameters);
-  for (const PartPlace& place : places) {
-    const std::string& name = place.part->name;
-    wanted.insert(name);
+  for (const auto& [name, shape] : model) {
     if (file_index_.count(name) == 0) missing.push_back(name);
   }
   for (const auto& [name, file] : file_index_) {
     const bool is_harmless =
         name.ends_with(".rotary_emb.inv_freq") || (name == kOutput && is_tied());
-    if (wanted.count(name) == 0 && !is_harmless) unexpected.push_back(name);
+    if (model.count(name) == 0 && !is_harmless) unexpected.push_back(name);
   }
   BRAID_CHECK(
       missing.empty() && unexpected.empty(), "the checkpoint ", folder_,
       " is of another model: it ", missing.empty() ? "" : "lacks " + listed(missing),
       missing.empty() || unexpected.empty() ? "" : "; it ",
       unexpected.empty() ? "" : "has " + listed(unexpected) + ", which the model does not have");
-  for (const PartPlace& place : places) {
-    check_tensor(file_of(place.part->name), place.part->name, *place.part);
+  for (const auto& [name, shape] : model) {
+    check_tensor(file_of(name), name, shape);
+    if (!optimizer_) continue;
+    check_tensor(*optimizer_, kFirstMomentPrefix + name, shape);
+    check_tensor(*optimizer_, kSecondMomentPrefix + name, shape);
+    if (has_main(name)) check_tensor(*optimizer_, kMainPrefix + name, shape);
   }
 }
 
+bool Checkpoint::has_main(const std::string& name) const {
+  return optimizer_ && optimizer_->tensors().count(kMainPrefix + name) == 1;
+}
+
 void Checkpoint::load(std::vector<Parameter>& parameters, AdamW* optimizer) const {
-  check(parameters);
-  const std::vector<PartPlace> places = places_of(parameters);
+  check(whole_tensors(parameters));
   const SafetensorsFile* moments = optimizer != nullptr && optimizer_ ? &*optimizer_ : nullptr;
-  const auto has_main = [&](const Part& part) {
-    return moments != nullptr && moments->tensors().count(kMainPrefix + part.name) == 1;
-  };
-  if (moments != nullptr) {
-    for (const PartPlace& place : places) {
-      const Part& part = *place.part;
-      check_tensor(*moments, kFirstMomentPrefix + part.name, part);
-      check_tensor(*moments, kSecondMomentPrefix + part.name, part);
-      if (has_main(part)) check_tensor(*moments, kMainPrefix + part.name, part);
-    }
-  }
 
   const at::NoGradGuard no_grad;
   if (moments != nullptr) optimizer->set_num_steps(optimizer_steps_);
-  for (const PartPlace& place : places) {
+  for (const PartPlace& place : places_of(parameters)) {
     const Part& part = *place.part;
     const Parameter& parameter = parameters[place.parameter];
     const auto copy = [&](const at::Tensor& target, const SafetensorsFile& file,
@@ -234,7 +239,7 @@ void Checkpoint::load(std::vector<Parameter>& parameters, AdamW* optimizer) cons
       place.slice(target).copy_(part.dim < 0 ? whole
                                              : whole.narrow(part.dim, part.begin, part.length));
     };
-    if (has_main(part)) {
+    if (moments != nullptr && has_main(part.name)) {
       copy(parameter.main, *moments, kMainPrefix + part.name);
     } else {
       copy(parameter.main, file_of(part.name), part.name);

@@ -63,6 +63,11 @@ void check_save_folder(const std::string& dir);
 /// Removes what a killed save left in `dir`, unless a save is going on. Never throws.
 void discard_partial_checkpoint(const std::string& dir) noexcept;
 
+/// Whole tensors by transformers' names.
+using TensorShapes = std::map<std::string, std::vector<std::int64_t>>;
+/// The whole tensors that the parameters are slices of.
+TensorShapes whole_tensors(const std::vector<Parameter>& parameters);
+
 /// A checkpoint to load. Nothing here communicates: each rank maps the files and copies its own
 /// slices.
 class Checkpoint {
@@ -79,19 +84,19 @@ class Checkpoint {
   /// Nothing for a plain transformers folder.
   const std::optional<TrainerState>& state() const { return state_; }
 
-  /// Checks the model against the checkpoint.
+  /// Checks the model, given as its whole tensors, against the checkpoint's weights and moments.
   /// Errors: ValueError: missing and unexpected tensors by name; tensor, file and both shapes where
   /// they differ.
-  void check(const std::vector<Parameter>& parameters) const;
+  void check(const TensorShapes& model) const;
 
   /// Checks, then copies this rank's slices into value and main of each parameter and, where the
-  /// run's state is there and `optimizer` is given, into its moments and number of steps. Weights are converted to the
-  /// parameters' types. Errors: as check(), also for the optimizer's tensors, before anything is
-  /// changed.
+  /// run's state is there and `optimizer` is given, into its moments and number of steps. Weights
+  /// are converted to the parameters' types. Errors: as check(), before anything is changed.
   void load(std::vector<Parameter>& parameters, AdamW* optimizer) const;
 
  private:
   bool is_tied() const;
+  bool has_main(const std::string& name) const;  // f32 weights apart from the model's
   const SafetensorsFile& file_of(const std::string& name) const;
 
   std::string folder_;

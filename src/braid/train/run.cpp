@@ -41,6 +41,25 @@ std::vector<std::string> gather_texts(const Group& group, const std::string& min
   return texts;
 }
 
+std::string metrics_path(const TrainConfig& config) {
+  return std::filesystem::path(config.output_dir) / "metrics.jsonl";
+}
+
+/// Says which settings make the data's order another one than that of the run to go on from.
+void warn_of_other_data(const TrainConfig& config, const nlohmann::json& loaded) {
+  nlohmann::json now;
+  to_json(now, config);
+  for (const char* key : {"seed", "global_batch_size", "seq_length", "split"}) {
+    if (!loaded.contains(key) || loaded[key] == now[key]) continue;
+    std::string flag = key;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    warn(
+        fmt::format("--{} is {}, the checkpoint's is {}: the run goes on with other data than it "
+                    "would have seen",
+                    flag, now[key].dump(), loaded[key].dump()));
+  }
+}
+
 /// The store where the ranks meet. The cores are divided before anything starts threads.
 c10::intrusive_ptr<c10d::Store> join(const Place& place) {
   auto store = connect_store(place, env().timeout);
@@ -70,7 +89,7 @@ class Run {
                       config.load, first_, config.train_iters));
     ReportOptions options;
     options.enabled = place.rank == 0;
-    options.metrics_path = (std::filesystem::path(config.output_dir) / "metrics.jsonl").string();
+    options.metrics_path = metrics_path(config);
     options.loaded_iteration = first_;
     options.num_iterations = config.train_iters;
     options.log_interval = config.log_interval;
@@ -165,7 +184,12 @@ void check_inputs(const TrainConfig& config) {
   if (!config.load.empty()) {
     const Checkpoint checkpoint(config.load);
     check_same_model(config, checkpoint.config_json(), checkpoint.folder() + "/config.json");
+    checkpoint.check(transformers_tensors(config));
+    if (checkpoint.state()) warn_of_other_data(config, checkpoint.state()->config);
   }
+  const auto metrics = metrics_path(config);
+  BRAID_CHECK(!std::filesystem::is_directory(metrics), "--output-dir ", config.output_dir, ": ",
+              metrics, " is a folder, expected a file");
   if (!config.save.empty()) check_save_folder(config.save);
 }
 

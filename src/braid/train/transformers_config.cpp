@@ -42,6 +42,28 @@ json transformers_config(const TrainConfig& config) {
           {"torch_dtype", config.bf16 ? "bfloat16" : "float32"}};
 }
 
+std::map<std::string, std::vector<std::int64_t>> transformers_tensors(const TrainConfig& c) {
+  const auto h = c.hidden_size, f = c.ffn_hidden_size, v = c.vocab_size;
+  const auto q_rows = c.num_attention_heads * c.kv_channels;
+  const auto kv_rows = c.num_query_groups * c.kv_channels;
+  std::map<std::string, std::vector<std::int64_t>> shapes = {{"model.embed_tokens.weight", {v, h}},
+                                                             {"model.norm.weight", {h}}};
+  if (c.untie_embeddings_and_output_weights) shapes["lm_head.weight"] = {v, h};
+  for (std::int64_t i = 0; i < c.num_layers; ++i) {
+    const std::string layer = "model.layers." + std::to_string(i) + ".";
+    shapes[layer + "input_layernorm.weight"] = {h};
+    shapes[layer + "self_attn.q_proj.weight"] = {q_rows, h};
+    shapes[layer + "self_attn.k_proj.weight"] = {kv_rows, h};
+    shapes[layer + "self_attn.v_proj.weight"] = {kv_rows, h};
+    shapes[layer + "self_attn.o_proj.weight"] = {h, q_rows};
+    shapes[layer + "post_attention_layernorm.weight"] = {h};
+    shapes[layer + "mlp.gate_proj.weight"] = {f, h};
+    shapes[layer + "mlp.up_proj.weight"] = {f, h};
+    shapes[layer + "mlp.down_proj.weight"] = {h, f};
+  }
+  return shapes;
+}
+
 void check_same_model(const TrainConfig& config, const json& config_json,
                       const std::string& config_path) {
   check_plain(config_json, "model_type", "llama", config_path);

@@ -1,8 +1,11 @@
 // The model's settings as transformers' config.json.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "braid/train/config.h"
 
@@ -10,6 +13,9 @@ namespace braid {
 
 /// config.json of the model, as transformers' LlamaForCausalLM reads it.   config  validated
 nlohmann::json transformers_config(const TrainConfig& config);
+
+/// The whole tensors of the model under transformers' names, with their shapes.   config  validated
+std::map<std::string, std::vector<std::int64_t>> transformers_tensors(const TrainConfig& config);
 
 /// Checks that a checkpoint is of the model that the settings describe.
 ///   config_path  where config_json comes from, for the text
