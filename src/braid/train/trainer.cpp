@@ -111,13 +111,15 @@ double Trainer::validation_loss(const Dataset& data, std::int64_t num_batches) {
   const at::NoGradGuard no_grad;
   double sum = 0;
   for (std::int64_t i = 0; i < num_batches; ++i) {
-    const Batch batch =
-        data.batch(first_sample(i, 0, mesh_.dp->rank(), mesh_.dp->size(), config_.micro_batch_size,
-                                config_.micro_batch_size * mesh_.dp->size()),
-                   config_.micro_batch_size);
-    sum += model_.forward(batch.tokens, batch.labels).item<double>();
+    for (std::int64_t j = 0; j < num_micro_batches_; ++j) {
+      const Batch batch =
+          data.batch(first_sample(i, j, mesh_.dp->rank(), mesh_.dp->size(),
+                                  config_.micro_batch_size, config_.global_batch_size),
+                     config_.micro_batch_size);
+      sum += model_.forward(batch.tokens, batch.labels).item<double>();
+    }
   }
-  return mean_over(*mesh_.dp, sum / static_cast<double>(num_batches));
+  return mean_over(*mesh_.dp, sum / static_cast<double>(num_batches * num_micro_batches_));
 }
 
 double Trainer::flops_per_step() const {

@@ -44,7 +44,7 @@ class Trainer {
   /// Gives the operations' totals. Order: collective.
   std::map<std::string, trace::Totals> serial_step(std::int64_t iteration);
 
-  /// Mean loss of `num_batches` batches of the validation data, over all ranks. Order: collective.
+  /// Mean loss of the first `num_batches` global batches of the validation data, over all ranks. Order: collective.
   double validation_loss(const Dataset& data, std::int64_t num_batches);
 
   /// Floating-point operations of one iteration over all ranks: 6 per token and weight of a matmul, and attention's scores
