@@ -43,7 +43,7 @@ bool holds_within(std::chrono::milliseconds limit, Condition is_so) {
   return true;
 }
 
-/// Processes whose parent is `pid`, in the order of their numbers.
+/// Processes whose parent is `pid`.
 inline std::vector<pid_t> children_of(pid_t pid) {
   std::vector<pid_t> found;
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
@@ -55,7 +55,6 @@ inline std::vector<pid_t> children_of(pid_t pid) {
     if (end_of_name == std::string::npos) continue;
     if (std::stoi(text.substr(end_of_name + 4)) == pid) found.push_back(std::stoi(name));
   }
-  std::sort(found.begin(), found.end());
   return found;
 }
 
@@ -92,12 +91,19 @@ class Program {
   std::string out() const { return out_.text(); }
   std::string error() const { return error_.text(); }
 
-  /// Its ranks, once all `count` are there.
+  /// Its ranks, once all `count` are there: rank r is element r.
   std::vector<pid_t> ranks(std::size_t count) const {
-    std::vector<pid_t> found;
+    std::vector<pid_t> found(count);
     EXPECT_TRUE(holds_within(std::chrono::seconds(30), [&] {
-      found = children_of(pid_);
-      return found.size() == count;
+      std::size_t num_found = 0;
+      for (const pid_t pid : children_of(pid_)) {
+        const std::string variables = read_text("/proc/" + std::to_string(pid) + "/environ");
+        const auto at = variables.find(std::string("\0RANK=", 6));
+        if (at == std::string::npos) continue;  // before its exec
+        found.at(std::stoul(variables.substr(at + 6))) = pid;
+        ++num_found;
+      }
+      return num_found == count;
     })) << error();
     return found;
   }
