@@ -95,6 +95,22 @@ TEST(Resume, ARunRepeatedGivesTheSameBits) {
   }
 }
 
+// Whatever it would measure now.
+TEST(Resume, TheTunersChoicesComeFromTheCheckpoint) {
+  const TrainFolder folder;
+  folder.run(kTwoRanks + kAuto + Words{"--train-iters", "5"});
+  const std::string path = folder / "runs/train/checkpoint/iter_0000005/trainer_state.json";
+  auto state = nlohmann::json::parse(test::read_text(path));
+  ASSERT_GT(state["tuner"].size(), 4u);
+  int chunks = 3;
+  for (auto& choice : state["tuner"]) choice = chunks++;  // none that it would choose
+  test::write_text(path, state.dump());
+  folder.run(kTwoRanks + kAuto + Words{"--load", "runs/train/checkpoint"});
+  const auto resumed = nlohmann::json::parse(
+      test::read_text(folder / "runs/train/checkpoint/latest/trainer_state.json"));
+  EXPECT_EQ(resumed["tuner"], state["tuner"]);
+}
+
 // In the same folder: five iterations, then --train-iters is raised; the metrics go on, the checkpoint is the latest.
 TEST(Resume, GoesOnInItsOwnFolder) {
   const TrainFolder folder;

@@ -18,7 +18,8 @@ namespace {
 constexpr int kIterations = 20;
 
 struct Curve {
-  std::vector<double> losses, grad_norms;
+  std::vector<double> losses;  // the last one is the validation's
+  std::vector<double> grad_norms;
 };
 
 /// A small model in which nothing divides by more than it must: 259 tokens, 3 layers, tied weights.
@@ -47,7 +48,7 @@ std::shared_ptr<const Corpus> corpus() {
 }
 
 /// Trains with ranks that are threads; what rank 0 saw, which all ranks must have seen.
-Curve curve_of(TrainConfig config, int ranks) {
+Curve curve_of(TrainConfig config, int ranks, GroupOptions options = {}) {
   EXPECT_TRUE(validate(config, ranks, /*needs_data=*/false).size() < 2);
   const auto text = corpus();
   auto store = c10::make_intrusive<c10d::HashStore>();
@@ -59,8 +60,8 @@ Curve curve_of(TrainConfig config, int ranks) {
       const auto r = static_cast<std::size_t>(rank);
       try {
         at::set_num_threads(1);
-        const Mesh mesh =
-            make_mesh(store, rank, ranks, static_cast<int>(config.tensor_model_parallel_size));
+        const Mesh mesh = make_mesh(store, rank, ranks,
+                                    static_cast<int>(config.tensor_model_parallel_size), options);
         const auto data =
             split_data(text, config.split, config.seq_length, config.vocab_size, config.seed);
         Trainer trainer(config, mesh, [&](std::int64_t iteration, std::int64_t micro_batch) {
@@ -74,6 +75,7 @@ Curve curve_of(TrainConfig config, int ranks) {
           curves[r].losses.push_back(step.loss);
           curves[r].grad_norms.push_back(step.grad_norm);
         }
+        curves[r].losses.push_back(trainer.validation_loss(*data.validation, 2));
       } catch (...) {
         errors[r] = std::current_exception();
       }
@@ -165,6 +167,20 @@ TEST(Curves, DataParallelRanksGiveThePlainCurve) {
   }
   std::printf("DP 4:");
   expect_same_curve(curve_of(small_model(), 4), plain(), 1e-4);
+}
+
+// Without shared memory: what ranks of several hosts do.
+TEST(Curves, RanksThatShareNoMemoryGiveThePlainCurve) {
+  GroupOptions network;
+  network.shared_memory = false;
+  for (const bool sequence_parallel : {false, true}) {
+    std::printf("network, TP 2, SP %s, CoC chunked 4:", sequence_parallel ? "on" : "off");
+    expect_same_curve(curve_of(with(kOverlaps[2], small_model(), 2, sequence_parallel), 2, network),
+                      plain(), 1e-4);
+  }
+  std::printf("network, DP 2 x TP 2:");
+  expect_same_curve(curve_of(with(kOverlaps[2], small_model(), 2, true), 4, network), plain(),
+                    1e-4);
 }
 
 TEST(Curves, UntiedOutputLayerToo) {
