@@ -7,7 +7,6 @@
 #include "braid/cli/bench.h"
 #include "braid/cli/commands.h"
 #include "braid/core/check.h"
-#include "braid/core/log.h"
 
 namespace braid::cli {
 namespace {
@@ -77,15 +76,7 @@ void add_bench_step(CLI::App& bench, Body& body) {
         return 0;
       }
       const Place place = place_from_environment();
-      const std::int64_t ranks =
-          place.source.empty() && config.nproc > 0 ? config.nproc : place.world_size;
-      const auto warnings = validate(config, ranks, /*needs_data=*/false);
-      speaks = place.rank == 0;
-      if (!place.launched)
-        for (const auto& text : warnings) warn(text);
-      if (const auto code = run_on_ranks(
-              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt))
-        return *code;
+      if (const auto code = run_on_ranks(config, place, /*needs_data=*/false)) return *code;
       bench_step(config, place, json);
       return 0;
     };

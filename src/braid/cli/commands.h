@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "braid/comm/place.h"
+#include "braid/train/config.h"
+
 namespace braid::cli {
 
 /// The body of the chosen subcommand; gives the exit code. Throws c10::ValueError for caller's
@@ -23,6 +26,10 @@ void add_launch(CLI::App& app, Body& body);
 /// Empty: as the environment says, else one.
 ///   Errors   ValueError when torchrun, Slurm or Open MPI have started another number on this host
 std::optional<int> run_on_ranks(std::optional<int> num_ranks);
+/// The same for the ranks of a training run, once its settings are checked and warnings are said.
+///   needs_data   also checks what the settings name: data, checkpoint, folders
+///   Errors       ValueError as validate() and check_inputs()
+std::optional<int> run_on_ranks(TrainConfig& config, const Place& place, bool needs_data);
 
 /// This process's command line, without the program's name.
 std::vector<std::string> command_line();

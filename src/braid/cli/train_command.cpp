@@ -5,7 +5,6 @@
 
 #include "braid/cli/commands.h"
 #include "braid/comm/place.h"
-#include "braid/core/log.h"
 #include "braid/train/checkpoint.h"
 #include "braid/train/config.h"
 #include "braid/train/run.h"
@@ -28,16 +27,7 @@ void add_train(CLI::App& app, Body& body) {
         return 0;
       }
       const Place place = place_from_environment();
-      const std::int64_t ranks =
-          place.source.empty() && config.nproc > 0 ? config.nproc : place.world_size;
-      const auto warnings = validate(config, ranks);
-      speaks = place.rank == 0;
-      if (!place.launched) {  // the launcher has checked and warned already
-        check_inputs(config);
-        for (const auto& text : warnings) warn(text);
-      }
-      if (const auto code = run_on_ranks(
-              config.nproc > 0 ? std::optional(static_cast<int>(config.nproc)) : std::nullopt)) {
+      if (const auto code = run_on_ranks(config, place, /*needs_data=*/true)) {
         if (*code != 0) discard_partial_checkpoint(config.save);  // of a rank that was killed
         return *code;
       }
