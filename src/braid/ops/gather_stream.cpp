@@ -1,7 +1,6 @@
 // Gather streams: from the peers' memory, or by chunks of all-gathers.
 #include <cstring>
 #include <deque>
-#include <numeric>
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
@@ -11,12 +10,6 @@
 
 namespace braid {
 namespace {
-
-std::vector<std::int64_t> begins(const std::vector<std::int64_t>& rows) {
-  std::vector<std::int64_t> result(rows.size(), 0);
-  std::partial_sum(rows.begin(), rows.end() - 1, result.begin() + 1);
-  return result;
-}
 
 class PeerGather final : public GatherStream {
  public:
@@ -44,7 +37,7 @@ class PeerGather final : public GatherStream {
     }
     const int peer = (group_.rank() + num_given_++) % group_.size();
     const auto p = static_cast<std::size_t>(peer);
-    const std::int64_t begin = begins(rows())[p];
+    const std::int64_t begin = first_row(rows(), peer);
     if (peer == group_.rank() || lease_.is_stub()) return GatheredTile{begin, x_};
     lease_.agree();
     const std::int64_t shown = lease_.header(peer).rows;
@@ -126,7 +119,7 @@ class ChunkGather final : public GatherStream {
     if (num_started_ == parts_[0].size()) return;
     const std::size_t chunk = num_started_++;
     const auto& own = parts_[static_cast<std::size_t>(group_.rank())];
-    const std::int64_t begin = begins(own)[chunk];
+    const std::int64_t begin = first_row(own, static_cast<int>(chunk));
     in_flight_ = start_all_gather(group_, x_.narrow(0, begin, own[chunk]), rows_of(chunk));
   }
 
@@ -138,11 +131,12 @@ class ChunkGather final : public GatherStream {
       return;
     }
     std::int64_t from = 0;
-    const auto rank_begins = begins(rows_);
     for (std::size_t r = 0; r < parts_.size(); ++r) {
       const std::int64_t n = parts_[r][chunk];
       if (n > 0)
-        tiles_.push_back({rank_begins[r] + begins(parts_[r])[chunk], data_.narrow(0, from, n)});
+        tiles_.push_back(
+            {first_row(rows_, static_cast<int>(r)) + first_row(parts_[r], static_cast<int>(chunk)),
+             data_.narrow(0, from, n)});
       from += n;
     }
   }

@@ -14,17 +14,15 @@
 namespace braid {
 namespace {
 
-std::int64_t begin_of(const std::vector<std::int64_t>& rows, int rank) {
-  return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
-}
-
-/// NOTE [direct]. Every writer has its own place in the owner's slot, so no rank waits for a chain. The owner sums the
-/// partials in rank order and its own product onto them, in the dtype of sums: an order that depends on (owner, ranks) alone.
-/// Cost: each rank writes (R-1)/R and reads (R-1)/R of m * n elements; with two ranks the product is added by the matmul.
+/// NOTE [direct]. Every writer has its own place in the owner's slot, so no rank waits for a chain.
+/// The owner sums the partials in rank order and its own product onto them, in the dtype of sums: an
+/// order that depends on (owner, ranks) alone. Cost: each rank writes (R-1)/R and reads (R-1)/R of
+/// m * n elements; with two ranks the product is added by the matmul.
 ///
-/// NOTE [kept result]. Where sums are in the result's dtype, the first partial lies where the owner's rows of the result lie,
-/// and a large result stays in the slot and keeps it: nothing is copied but an all-reduce's rows of the peers. As the caller
-/// may write into its result, an all-reduce returns it only after all peers have read this rank's rows.
+/// NOTE [kept result]. Where sums are in the result's dtype, the first partial lies where the
+/// owner's rows of the result lie, and a large result stays in the slot and keeps it: nothing is
+/// copied but an all-reduce's rows of the peers. As the caller may write into its result, an
+/// all-reduce returns it only after all peers have read this rank's rows.
 class PeerReduce final : public ReduceStream {
  public:
   PeerReduce(const Group& group, const char* name, ReduceShape shape)
@@ -40,7 +38,7 @@ class PeerReduce final : public ReduceStream {
     post();
     if (num_given_ == group_.size()) return std::nullopt;
     owner_ = (group_.rank() + 1 + num_given_++) % group_.size();
-    PartialTile tile{begin_of(shape_.rows, owner_),
+    PartialTile tile{first_row(shape_.rows, owner_),
                      rows_of(owner_),
                      {},
                      owner_ == group_.rank() && !lease_.is_stub()};
@@ -62,7 +60,7 @@ class PeerReduce final : public ReduceStream {
       const int peer = (group_.rank() + step) % group_.size();
       if ((kept && peer == group_.rank()) || lease_.is_stub()) continue;
       lease_.wait_result(peer, 1);
-      load_from_slot(result_.narrow(0, begin_of(shape_.rows, peer), rows_of(peer)),
+      load_from_slot(result_.narrow(0, first_row(shape_.rows, peer), rows_of(peer)),
                      first_partial(peer));
     }
     if (kept && shape_.all_reduce)
@@ -98,7 +96,7 @@ class PeerReduce final : public ReduceStream {
 
   /// Where the owner's rows, and so the first partial for them, begin in the owner's slot.
   std::size_t own_offset(int owner) const {
-    return shape_.all_reduce && sums_are_results() ? bytes_of(begin_of(shape_.rows, owner)) : 0;
+    return shape_.all_reduce && sums_are_results() ? bytes_of(first_row(shape_.rows, owner)) : 0;
   }
   /// Where the other partials begin.
   std::size_t others_offset(int owner) const {
@@ -125,7 +123,8 @@ class PeerReduce final : public ReduceStream {
     given_.reset();
   }
 
-  /// The sum of the peers' partials and the bias, in the first partial's place: the own product is still to be added.
+  /// The sum of the peers' partials and the bias, in the first partial's place: the own product is
+  /// still to be added.
   at::Tensor own_sum() {
     at::Tensor sum = first_partial(group_.rank());
     for (int peer = 0; peer < group_.size(); ++peer)
@@ -142,7 +141,8 @@ class PeerReduce final : public ReduceStream {
     return sum;
   }
 
-  /// Makes result_, in the slot if it can stay there; else copies the own rows of a reduce-scatter. True if it stays.
+  /// Makes result_, in the slot if it can stay there; else copies the own rows of a reduce-scatter.
+  /// True if it stays.
   bool take_result() {
     const std::vector<std::int64_t> shape{result_rows_, shape_.n};
     if (sums_are_results() && bytes_of(result_rows_) >= kKeepBytes) {
@@ -227,9 +227,9 @@ class ChunkReduce final : public ReduceStream {
     std::int64_t from = 0;
     for (std::size_t r = 0; r < parts_.size(); ++r) {
       const std::int64_t before =
-          shape_.all_reduce ? 0 : begin_of(shape_.rows, static_cast<int>(r));
+          shape_.all_reduce ? 0 : first_row(shape_.rows, static_cast<int>(r));
       if (rows[r] > 0)
-        tiles_.push_back({before + begin_of(parts_[r], static_cast<int>(chunk)), rows[r],
+        tiles_.push_back({before + first_row(parts_[r], static_cast<int>(chunk)), rows[r],
                           data_.narrow(0, from, rows[r]), false});
       from += rows[r];
     }
@@ -241,7 +241,7 @@ class ChunkReduce final : public ReduceStream {
     if (in_flight_.size() >= static_cast<std::size_t>(max_in_flight_)) finish_oldest();
     const std::size_t chunk = num_cut_ - 1;
     const auto& own = parts_[shape_.all_reduce ? 0 : static_cast<std::size_t>(group_.rank())];
-    Started started{begin_of(own, static_cast<int>(chunk)), own[chunk], {}};
+    Started started{first_row(own, static_cast<int>(chunk)), own[chunk], {}};
     if (shape_.all_reduce)
       started.pending = start_all_reduce(group_, data_, ReduceOp::sum,
                                          result_.narrow(0, started.begin, started.rows));
