@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -14,7 +15,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <mutex>
 
@@ -158,6 +161,21 @@ Descriptor connect_to(const Nonce& nonce) {
   return result == 0 ? std::move(fd) : Descriptor();
 }
 
+// From here on, it is worth to ask whether the host has so much.
+constexpr std::size_t kLarge = 64 << 20;
+
+/// Bytes that the host can give, as the kernel estimates it; unknown is any number.
+std::size_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string name, unit; file >> name;) {
+    std::size_t kilobytes = 0;
+    file >> kilobytes;
+    std::getline(file, unit);
+    if (name == "MemAvailable:") return kilobytes << 10;
+  }
+  return SIZE_MAX;
+}
+
 /// A group's rank and store, for the exchange.
 struct Member {
   c10d::Store& store;
@@ -197,6 +215,10 @@ struct Member {
 }  // namespace
 
 std::shared_ptr<Region> Region::make(std::size_t bytes) {
+  rlimit files{};
+  TORCH_CHECK(::getrlimit(RLIMIT_FSIZE, &files) != 0 || files.rlim_cur >= bytes, "can't make ",
+              bytes, " bytes of shared memory: files of this process are limited to ",
+              files.rlim_cur, " bytes (ulimit -f). HINT: a smaller BRAID_SLOT_BYTES reserves less");
   auto region = std::shared_ptr<Region>(new Region);
   region->fd_ = ::memfd_create("braid", MFD_CLOEXEC);
   TORCH_CHECK(region->fd_ >= 0 && ::ftruncate(region->fd_, static_cast<off_t>(bytes)) == 0,
@@ -235,6 +257,9 @@ Region::~Region() {
 }
 
 void Region::allocate(std::size_t begin, std::size_t end) const {
+  // fallocate itself fails only where memory is not overcommitted; elsewhere it would wake the kernel's killer.
+  TORCH_CHECK(end - begin < kLarge || end - begin <= available_memory(), "this host has no ",
+              end - begin, " bytes more of shared memory: ", available_memory(), " are available");
   int result = 0;
   do {
     result = ::fallocate(fd_, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));

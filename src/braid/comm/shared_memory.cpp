@@ -19,14 +19,39 @@ namespace braid {
 namespace {
 
 constexpr int kMaxRanks = 64;
-constexpr int kDisagreed = 0xffff;                // a count of flag `result`
 constexpr const char* kNothing = "nothing";       // an operation that a rank did not start
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
 
+/// What flag `result` reaches when its rank has told of a disagreement in the operation's headers.
+constexpr std::uint64_t disagreed(std::int64_t sequence) {
+  return static_cast<std::uint64_t>(sequence) << 16 | 0xffff;
+}
+
 /// What flag `released` reaches when its rank has left the operation.
 constexpr std::uint64_t released(std::int64_t sequence) {
   return static_cast<std::uint64_t>(sequence) << 16;
+}
+
+/// What the headers of an operation differ in, in words; empty if they agree.
+std::string disagreement(const std::string& group, const std::vector<Header>& headers) {
+  const Header& a = headers[0];
+  for (std::size_t r = 1; r < headers.size(); ++r) {
+    const Header& b = headers[r];
+    const auto differ = [&](const char* what, const auto& x, const auto& y) {
+      return fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r, group,
+                         what, x, y);
+    };
+    if (std::strcmp(a.op, b.op) != 0) return differ("the operation", a.op, b.op);
+    if (a.dtype != b.dtype)
+      return differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
+                    c10::toString(static_cast<c10::ScalarType>(b.dtype)));
+    if (a.n != b.n) return differ("n", a.n, b.n);
+    if (a.k != b.k) return differ("k", a.k, b.k);
+    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) return differ("rows", a.rows, b.rows);
+    if (a.variant != b.variant) return differ(a.variant_is, a.variant, b.variant);
+  }
+  return {};
 }
 
 constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
@@ -39,8 +64,8 @@ constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
 struct SharedMemory::Entry {
   Header header;           // valid while `published` shows its operation
   Flag published;          // sequence << 16 | count; count 0: the header is there
-  Flag result;             // the same for what is made from the peers' payload, or kDisagreed
-  std::int64_t started;    // operations of this rank so far; valid while `result` is at kDisagreed
+  Flag result;             // the same for what is made from the peers' payload, or disagreed()
+  std::int64_t started;    // operations of this rank so far; valid while `result` is at disagreed()
   Flag released;           // sequence << 16: this rank touches no slot of that operation any more
   Flag posted[kMaxRanks];  // by owner: what this rank wrote into the owner's slot
 };
@@ -50,6 +75,7 @@ struct SharedMemory::Entry {
 /// | waits_for | 1 + the rank it sleeps for                             | who waits in vain    | 0       |
 /// | flag, until | that rank's flag (bytes into its region) and the value | the same             | any   |
 /// | lost      | 1 + the rank whose loss it saw, or it waited in vain for | all, while they wait | 0     |
+/// | disagreed | the last operation in whose headers it saw a disagreement | all, while they wait | 0    |
 /// | lost_op   | the operation it was in; written before `lost`, once   | all, after `lost`    | ""      |
 struct SharedMemory::Control {
   Nonce nonce;
@@ -58,6 +84,7 @@ struct SharedMemory::Control {
   std::atomic<std::uint64_t> until;
   std::atomic<std::int32_t> lost;
   char lost_op[32];
+  std::atomic<std::int64_t> disagreed;
   Entry entries[kEntries];
 };
 
@@ -116,7 +143,7 @@ void SharedMemory::check_usable() const {
                    " is unusable since: ", failure_);
 }
 
-void SharedMemory::fail(const Loss& loss, const std::string& text) const {
+void SharedMemory::fail(const Loss& loss, const std::string& text) {
   Control& mine = control(rank_);
   loss.op.copy(mine.lost_op, sizeof mine.lost_op - 1);
   mine.lost.store(1 + loss.rank, std::memory_order_release);
@@ -161,7 +188,7 @@ int SharedMemory::end_of_chain(int peer) const {
   return peer;
 }
 
-void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const {
+void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) {
   if (is_stub_ || flag.reached(at_least)) return;
   check_usable();
   const trace::Span span(trace::Kind::wait, "wait");
@@ -174,6 +201,7 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
   mine.waits_for.store(1 + peer, std::memory_order_release);
   auto left = timeout_;
   while (!flag.sleep(at_least, std::min(kSlice, left))) {
+    join_disagreements(op);
     const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
     const auto elapsed = Clock::now() - since;
     left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
@@ -203,9 +231,13 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
   check_usable();
   BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
               env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
-  const std::int64_t sequence = sequence_ + 1;
-  wait_released(sequence - kEntries, header.op);
-  const std::size_t slot = take_slot(header.op);
+  std::int64_t sequence = 0;
+  std::size_t slot = 0;
+  do {
+    sequence = sequence_ + 1;
+    wait_released(sequence - kEntries, header.op);
+    slot = take_slot(header.op);
+  } while (sequence != sequence_ + 1);  // a disagreement was joined meanwhile
   const std::size_t base = slot_offset(slot);
   Slot& mine = (*slots_)[slot];
   if (bytes > mine.allocated) {
@@ -253,24 +285,59 @@ std::size_t SharedMemory::take_slot(const char* op) {
   return oldest;
 }
 
-void SharedMemory::catch_up(std::int64_t sequence, const char* op) {
-  const std::uint64_t disagreed = released(sequence) | kDisagreed;
-  Entry& mine = control(rank_).entries[sequence % kEntries];
-  mine.started = sequence_;
-  mine.result.raise(disagreed);
-  std::int64_t last = sequence_;
+std::vector<Header> SharedMemory::headers_of(std::int64_t sequence, const char* op) {
+  std::vector<Header> headers;
   for (int peer = 0; peer < size(); ++peer) {
     Entry& entry = control(peer).entries[sequence % kEntries];
-    wait(entry.result, disagreed, peer, op);
-    last = std::max(last, entry.started);
+    wait(entry.published, released(sequence), peer, op);
+    headers.push_back(entry.header);
+  }
+  return headers;
+}
+
+void SharedMemory::check_agreement(const std::vector<Header>& headers, std::int64_t sequence,
+                                   const char* op) {
+  const bool all_started = std::none_of(headers.begin(), headers.end(), [](const Header& header) {
+    return std::strcmp(header.op, kNothing) == 0;
+  });
+  if (all_started) {
+    if (disagreement(group_, headers).empty()) return;
+    tell_disagreement(sequence, op);
+  }
+  BRAID_CHECK(false, disagreement_);
+}
+
+void SharedMemory::join_disagreements(const char* op) {
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto sequence = control(peer).disagreed.load(std::memory_order_acquire);
+    if (sequence > 0) tell_disagreement(sequence, op);
+  }
+}
+
+void SharedMemory::tell_disagreement(std::int64_t sequence, const char* op) {
+  Control& mine = control(rank_);
+  Entry& entry = mine.entries[sequence % kEntries];
+  if (entry.result.reached(disagreed(sequence))) return;  // it was told from within a wait
+  disagreement_ = disagreement(group_, headers_of(sequence, op));
+  entry.started = sequence_;
+  entry.result.raise(disagreed(sequence));
+  mine.disagreed.store(sequence, std::memory_order_release);
+  std::int64_t last = sequence_;
+  for (int peer = 0; peer < size(); ++peer) {
+    Entry& theirs = control(peer).entries[sequence % kEntries];
+    wait(theirs.result, disagreed(sequence), peer, op);
+    last = std::max(last, theirs.started);
   }
   while (sequence_ < last) {
-    wait_released(sequence_ + 1 - kEntries, op);
-    Entry& entry = control(rank_).entries[++sequence_ % kEntries];
-    entry.header = {};
-    std::strcpy(entry.header.op, kNothing);
-    entry.published.raise(released(sequence_));
-    entry.released.raise(released(sequence_));
+    const std::int64_t next = sequence_ + 1;
+    wait_released(next - kEntries, op);
+    if (next != sequence_ + 1) continue;  // another disagreement was joined meanwhile
+    sequence_ = next;
+    Entry& filled = mine.entries[next % kEntries];
+    filled.header = {};
+    std::strcpy(filled.header.op, kNothing);
+    filled.published.raise(released(next));
+    filled.released.raise(released(next));
   }
 }
 
@@ -293,40 +360,13 @@ std::byte* SharedMemory::Lease::slot(int rank) const {
 
 void SharedMemory::Lease::agree() {
   if (!headers_.empty()) return;
-  std::vector<Header> headers;
-  for (int peer = 0; peer < memory_->size(); ++peer) {
-    memory_->wait(entry(peer).published, progress(0), peer, op_);
-    headers.push_back(entry(peer).header);
+  headers_ = memory_->headers_of(sequence_, op_);
+  try {
+    memory_->check_agreement(headers_, sequence_, op_);
+  } catch (...) {
+    release();
+    throw;
   }
-  headers_ = std::move(headers);
-  const std::string text = disagreement();
-  if (text.empty()) return;
-  const bool all_started = std::none_of(headers_.begin(), headers_.end(), [](const Header& header) {
-    return std::strcmp(header.op, kNothing) == 0;
-  });
-  if (all_started) memory_->catch_up(sequence_, op_);
-  release();
-  BRAID_CHECK(false, text);
-}
-
-std::string SharedMemory::Lease::disagreement() const {
-  const Header& a = headers_[0];
-  for (std::size_t r = 1; r < headers_.size(); ++r) {
-    const Header& b = headers_[r];
-    const auto differ = [&](const char* what, const auto& x, const auto& y) {
-      return fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r,
-                         memory_->group_, what, x, y);
-    };
-    if (std::strcmp(a.op, b.op) != 0) return differ("the operation", a.op, b.op);
-    if (a.dtype != b.dtype)
-      return differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
-                    c10::toString(static_cast<c10::ScalarType>(b.dtype)));
-    if (a.n != b.n) return differ("n", a.n, b.n);
-    if (a.k != b.k) return differ("k", a.k, b.k);
-    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) return differ("rows", a.rows, b.rows);
-    if (a.variant != b.variant) return differ(a.variant_is, a.variant, b.variant);
-  }
-  return {};
 }
 
 bool SharedMemory::Lease::all_have_started() const {

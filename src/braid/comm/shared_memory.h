@@ -20,8 +20,9 @@
 //
 // NOTE [disagreement]. Headers that differ are the same ValueError on every rank. Ranks that cut the
 // same work differently may have started different numbers of operations by then: all tell theirs in
-// the entry of the operation that failed, and who has started fewer fills up with operations that
-// are nothing. So the group stays usable, and what is still in flight meets an error, not a hang.
+// the entry of the operation that failed, from whatever they wait in, and who has started fewer fills
+// up with operations that are nothing. So the group stays usable, and what is still in flight meets
+// that error again, not a hang.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -104,19 +105,24 @@ class SharedMemory {
     std::string op;  // that it was in, or expected in
   };
   /// Waits for a flag of `peer`; `op` is for errors.
-  void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) const;
+  void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op);
   /// A loss that matters to who waits for `peer` in operation `sequence`.
   std::optional<Loss> find_loss(int peer, std::int64_t sequence, const char* op) const;
   /// Whom a rank that waits for `peer` in vain really waits for.
   int end_of_chain(int peer) const;
   /// Tells all, and makes this group refuse further calls.
-  [[noreturn]] void fail(const Loss& loss, const std::string& text) const;
+  [[noreturn]] void fail(const Loss& loss, const std::string& text);
   void check_usable() const;
   void wait_released(std::int64_t sequence, const char* op);
   /// A slot of this rank that nobody touches any more; waits for one.
   std::size_t take_slot(const char* op);
-  /// Brings all ranks to the same sequence number after a disagreement in operation `sequence`.
-  void catch_up(std::int64_t sequence, const char* op);
+  /// Every rank's header of an operation, waiting for it.
+  std::vector<Header> headers_of(std::int64_t sequence, const char* op);
+  /// Errors: ValueError, the same text on every rank, when the headers differ.
+  void check_agreement(const std::vector<Header>& headers, std::int64_t sequence, const char* op);
+  /// Brings all ranks to one sequence number after a disagreement in operation `sequence`.
+  void tell_disagreement(std::int64_t sequence, const char* op);
+  void join_disagreements(const char* op);
 
   std::string group_;
   int rank_ = 0;
@@ -134,7 +140,8 @@ class SharedMemory {
   };
   std::shared_ptr<std::vector<Slot>> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
-  mutable std::string failure_;  // why the group is unusable
+  std::string failure_;       // why the group is unusable
+  std::string disagreement_;  // the last one
 };
 
 /// One operation of this rank. Counts grow from 1; waits are for "at least".
@@ -181,8 +188,6 @@ class SharedMemory::Lease {
   Lease(SharedMemory* memory, std::int64_t sequence, std::size_t slot, const char* op)
       : memory_(memory), sequence_(sequence), slot_(slot), op_(op) {}
   Entry& entry(int rank) const;
-  /// What the headers differ in, in words; empty if they agree.
-  std::string disagreement() const;
   std::uint64_t progress(int count) const {
     return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);
   }

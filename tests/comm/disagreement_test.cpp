@@ -1,0 +1,124 @@
+// Ranks that call different things: the same ValueError on every rank, and the group works on.
+#include <gmock/gmock.h>
+
+#include "braid/comm/collectives.h"
+#include "braid/comm/shared_memory.h"
+#include "tests/support/ranks.h"
+
+namespace braid {
+namespace {
+
+using std::chrono_literals::operator""s;
+using testing::HasSubstr;
+
+struct Case {
+  const char* name;
+  std::function<void(const Group&, bool deviates)> call;
+  const char* text;
+};
+
+const std::vector<std::int64_t> kOnes{1, 1, 1};
+
+std::vector<Case> cases() {
+  const auto ones = [](std::int64_t rows, std::int64_t columns, at::ScalarType dtype = at::kFloat) {
+    return at::ones({rows, columns}, dtype);
+  };
+  return {
+      {"operation",
+       [=](const Group& g, bool other) { other ? barrier(g) : (void)all_reduce(g, ones(2, 2)); },
+       "disagree in the operation: all_reduce and barrier"},
+      {"dtype",
+       [=](const Group& g, bool other) {
+         (void)all_gather(g, ones(2, 2, other ? at::kHalf : at::kFloat));
+       },
+       "all_gather: ranks 0 and 1 of group"},
+      {"dtype_of_equal_size",
+       [=](const Group& g, bool other) {
+         (void)all_reduce(g, ones(2, 2, other ? at::kInt : at::kFloat));
+       },
+       "disagree in dtype: Float and Int"},
+      {"columns", [=](const Group& g, bool other) { (void)all_gather(g, ones(2, other ? 3 : 2)); },
+       "disagree in n: 2 and 3"},
+      {"rows", [=](const Group& g, bool other) { (void)reduce_scatter(g, ones(other ? 4 : 5, 2)); },
+       "disagree in rows: 5 and 4"},
+      {"no_rows", [=](const Group& g, bool other) { (void)all_reduce(g, ones(other ? 0 : 5, 2)); },
+       "disagree in rows: 5 and 0"},
+      {"transposed",
+       [=](const Group& g, bool other) { (void)all_reduce(g, other ? ones(3, 2) : ones(2, 3)); },
+       "all_reduce: ranks 0 and 1 of group"},
+      {"large_and_small",
+       [=](const Group& g, bool other) { (void)all_reduce(g, ones(other ? 2 : 2000, 100)); },
+       "disagree in rows: 2000 and 2"},
+      {"split_of_rows",
+       [=](const Group& g, bool other) {
+         (void)reduce_scatter(
+             g, ones(6, 2),
+             other ? std::vector<std::int64_t>{1, 2, 3} : std::vector<std::int64_t>{2, 2, 2});
+       },
+       "disagree in split of rows (hash)"},
+      {"reduction",
+       [=](const Group& g, bool other) {
+         (void)all_reduce(g, ones(2, 2), other ? ReduceOp::max : ReduceOp::sum);
+       },
+       "disagree in reduction: 0 and 1"},
+      {"root", [=](const Group& g, bool other) { (void)broadcast(g, ones(2, 2), other ? 2 : 0); },
+       "disagree in root: 0 and 2"},
+      {"splits_that_do_not_transpose",
+       [=](const Group& g, bool other) {
+         (void)start_all_to_all(g, ones(other ? 4 : 3, 2),
+                                other ? std::vector<std::int64_t>{1, 1, 2} : kOnes, kOnes)
+             .wait();
+       },
+       "sends 2 rows to rank 2, which expects 1"},
+      // Numbers of operations that differ.
+      {"more_in_flight",
+       [=](const Group& g, bool other) {
+         std::vector<Pending<at::Tensor>> more;
+         for (int i = 0; other && i < 5; ++i) more.push_back(start_all_gather(g, ones(i, 2)));
+         (void)all_reduce(g, ones(2, 2));
+       },
+       "disagree in the operation: all_reduce and all_gather"},
+      {"fewer_in_flight",
+       [=](const Group& g, bool other) {
+         std::vector<Pending<at::Tensor>> more;
+         for (int i = 0; !other && i < 5; ++i) more.push_back(start_all_gather(g, ones(i, 2)));
+         (void)broadcast(g, ones(2, 2), 0);
+       },
+       "all_gather and broadcast"},
+  };
+}
+
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+class Disagreement : public testing::TestWithParam<Case> {};
+INSTANTIATE_TEST_SUITE_P(Calls, Disagreement, testing::ValuesIn(cases()),
+                         [](const auto& c) { return c.param.name; });
+
+TEST_P(Disagreement, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
+  constexpr int kRanks = 3, kDeviating = 1;
+  std::vector<std::string> texts(kRanks);
+  test::run_ranks(
+      kRanks,
+      [&](const auto& group) {
+        for (int repeat = 0; repeat < 3; ++repeat) {
+          try {
+            GetParam().call(*group, group->rank() == kDeviating);
+            ADD_FAILURE() << "no error";
+          } catch (const c10::ValueError& error) {
+            texts[static_cast<std::size_t>(group->rank())] = error.what_without_backtrace();
+          }
+          const at::Tensor x = test::rank_integers(group->rank(), {50, 3});
+          EXPECT_TRUE(at::equal(all_gather(*group, x), at::cat({test::rank_integers(0, {50, 3}),
+                                                                test::rank_integers(1, {50, 3}),
+                                                                test::rank_integers(2, {50, 3})})));
+        }
+      },
+      {20s, true});
+  EXPECT_THAT(texts[0], HasSubstr(GetParam().text));
+  EXPECT_EQ(texts[0], texts[1]);
+  EXPECT_EQ(texts[0], texts[2]);
+  num_dropped_pending = 0;  // on purpose here
+}
+
+}  // namespace
+}  // namespace braid
