@@ -1,6 +1,6 @@
-// Random collectives and collective matmuls: all ranks draw the same operations, several in flight, over two groups; results
-// are held for a while, written to, freed by another thread or after the groups. Values are small integers, so that every sum
-// is exact.
+// Random collectives and collective matmuls: all ranks draw the same operations, several in flight,
+// over two groups; results are held for a while, written to, freed by another thread or after the
+// groups. Values are small integers, so that every sum is exact.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -18,7 +18,8 @@ inline at::Tensor slot_tensor(const SharedMemory::Lease& lease, int rank, std::s
   return at::from_blob(lease.slot(rank) + offset, shape, at::TensorOptions(dtype));
 }
 
-/// The tensor at `offset` of this rank's slot, which it keeps while it lives; undefined when no more slots can be kept.
+/// The tensor at `offset` of this rank's slot, which it keeps while it lives; undefined when no more
+/// slots can be kept.
 inline at::Tensor kept_slot_tensor(SharedMemory::Lease& lease, int rank, std::size_t offset,
                                    at::IntArrayRef shape, at::ScalarType dtype) {
   auto guard = lease.keep_slot();
@@ -27,8 +28,8 @@ inline at::Tensor kept_slot_tensor(SharedMemory::Lease& lease, int rank, std::si
       lease.slot(rank) + offset, shape, [guard](void*) {}, at::TensorOptions(dtype));
 }
 
-/// Tells ThreadSanitizer that tensors in slots are read from here to the end of the scope: at both ends, so that neither a
-/// wait that comes too late nor a release that comes too early goes unseen.
+/// Tells ThreadSanitizer that tensors in slots are read from here to the end of the scope: at both
+/// ends, so that neither a wait that comes too late nor a release that comes too early goes unseen.
 class SlotReads {
 #if defined(__SANITIZE_THREAD__)
  public:

@@ -10,8 +10,8 @@
 /// Throws c10::ValueError that names `what` and both values unless a == b.
 #define BRAID_CHECK_EQ(a, b, what)                                                   \
   do {                                                                               \
-    const auto braid_check_a = (a);                                                 \
-    const auto braid_check_b = (b);                                                 \
+    const auto braid_check_a = (a);                                                  \
+    const auto braid_check_b = (b);                                                  \
     TORCH_CHECK_VALUE(braid_check_a == braid_check_b, what, " differ: ", #a, " is ", \
                       braid_check_a, ", ", #b, " is ", braid_check_b);               \
   } while (false)

@@ -7,9 +7,10 @@
 
 namespace braid {
 
-/// Keeps freed memory in the process and in huge pages. By default glibc gives every large tensor back to the kernel, and the
-/// next one pays a page fault for each 4 KiB again (measured: 15 % of a collective matmul; docs/design.md). To be called first
-/// in main(), as the environment of c10's allocator is read once.
+/// Keeps freed memory in the process and in huge pages. By default glibc gives every large tensor
+/// back to the kernel, and the next one pays a page fault for each 4 KiB again (measured: 15 % of a
+/// collective matmul; docs/design.md). To be called first in main(), as the environment of c10's
+/// allocator is read once.
 inline void keep_memory() {
   ::mallopt(M_MMAP_MAX, 0);
   ::mallopt(M_TRIM_THRESHOLD, -1);

@@ -45,14 +45,15 @@ struct AttentionShape {
 /// Rotates query and key (rotate-half, as transformers) and attends causally, scale 1/sqrt(d); each
 /// key and value head serves num_heads / num_query_groups query heads. No mask is built.
 ///   Shapes  qkv [s * b, (H + 2 G) * d]: query, key, value heads side by side; token p * b + i is
-///   position p of
-///           sequence i   returns [s * b, H * d]
+///           position p of sequence i   returns [s * b, H * d]
 ///   Saved   the rotated heads (not qkv), the output, the log-sum-exps [b, H, s]
 ///   Errors  ValueError: shapes that don't fit, an odd d, fewer positions in the table than in qkv
 at::Tensor rotary_causal_attention(const at::Tensor& qkv, const RotaryTable& table,
                                    const AttentionShape& shape);
 
-/// silu(gate) * up.   Shapes  gate_up [t, 2 f], gate first; returns [t, f]   Saved  gate_up
+/// silu(gate) * up.
+///   Shapes  gate_up [t, 2 f], gate first; returns [t, f]
+///   Saved   gate_up
 at::Tensor swiglu(const at::Tensor& gate_up);
 
 }  // namespace braid

@@ -14,8 +14,8 @@ namespace braid {
 struct EmbeddingOptions {
   std::shared_ptr<Group> group;    // the tensor-parallel ranks; null: a group of one
   bool sequence_parallel = false;  // the output holds this rank's rows only
-  at::Tensor
-      main_grad;  // f32, the weight's shape: takes dW by addition, and no gradient is returned
+  // f32, the weight's shape: takes dW by addition, and no gradient is returned
+  at::Tensor main_grad;
 };
 
 /// Rows of the whole table by token.
@@ -28,11 +28,11 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& 
                                     std::int64_t vocab_size, const EmbeddingOptions& options);
 
 /// Mean over the tokens of -log softmax(logits)[label], from logits that are split by columns.
-///   Shapes  logits [t, V_r] f32 or bf16   labels [t] int64, the same on all ranks   returns a
-///   scalar, f32 Cost    two all-reduces of t and 2 t values; one pass over the logits Saved
-///   logits: backward OVERWRITES them with their gradient, so that no copy is ever made (autograd
-///   reports any
-///           other use of them in a backward)
+///   Shapes  logits [t, V_r] f32 or bf16   labels [t] int64, the same on all ranks
+///           returns a scalar, f32
+///   Cost    two all-reduces of t and 2 t values; one pass over the logits
+///   Saved   logits: backward OVERWRITES them with their gradient, so that no copy is ever made
+///           (autograd reports any other use of them in a backward)
 ///   Errors  ValueError: shapes or dtypes; a label outside 0..V-1 is an error on every rank
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
                                         std::int64_t vocab_size,

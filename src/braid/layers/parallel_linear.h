@@ -23,32 +23,37 @@ struct LinearOptions {
   std::shared_ptr<Group> group;    // the tensor-parallel ranks; null: a group of one
   bool sequence_parallel = false;  // the replicated side holds this rank's rows only
   MatmulOptions matmul;
-  bool keep_gathered = false;  // column with sequence parallelism: keeps the gathered x, so that
-                               // backward need not gather it again
-  at::Tensor main_grad;        // f32, the weight's shape: takes dW by addition, and no gradient is
-                               // returned for the weight
-  std::int64_t num_tokens =
-      -1;  // t where known: column with sequence parallelism then sends no row counts
+  // Column with sequence parallelism: keeps the gathered x, so that backward need not gather it
+  // again.
+  bool keep_gathered = false;
+  // f32, the weight's shape: takes dW by addition, and no gradient is returned for the weight.
+  at::Tensor main_grad;
+  // t where known: column with sequence parallelism then sends no row counts.
+  std::int64_t num_tokens = -1;
 };
 
 /// y = x W^T + b, weight split by output features.
-///   Shapes  x [t, k], with sequence parallelism [split_rows(t, R)[rank], k]   weight [n_r, k] bias
-///   [n_r]
-///           returns [t, n_r]; leading dims of x stay, but dim 0 grows by the gather
+///   Shapes  x [t, k], with sequence parallelism [split_rows(t, R)[rank], k]   weight [n_r, k]
+///           bias [n_r]   returns [t, n_r]; leading dims of x stay, but dim 0 grows by the gather
 ///   Grad x  all_reduce(dy W), with sequence parallelism reduce_scatter(dy W): on its way while dW
-///   is computed Grad w  dy^T x, with sequence parallelism over the gathered x   Grad b  column
-///   sums of dy Saved   x (or the gathered x), weight Errors  ValueError before any message: ranks,
-///   shapes or dtypes of x, weight, bias, main_grad don't fit
+///           is computed
+///   Grad w  dy^T x, with sequence parallelism over the gathered x
+///   Grad b  column sums of dy
+///   Saved   x (or the gathered x), weight
+///   Errors  ValueError before any message: ranks, shapes or dtypes of x, weight, bias, main_grad
+///           don't fit
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                   const at::Tensor& bias, const LinearOptions& options);
 
 /// y = sum over ranks of x_r W_r^T, plus b once; weight split by input features.
 ///   Shapes  x [t, k_r]   weight [n, k_r]   bias [n], the same on all ranks
 ///           returns [t, n], with sequence parallelism [split_rows(t, R)[rank], n]
-///   Grad x  dy W, with sequence parallelism over the gathered dy, in one pass with Grad w dy^T x
-///   and Grad b Grad b  column sums of the whole dy: complete on every rank Saved   x, weight
+///   Grad x  dy W, with sequence parallelism over the gathered dy, in one pass with the others
+///   Grad w  dy^T x
+///   Grad b  column sums of the whole dy: complete on every rank
+///   Saved   x, weight
 ///   Errors  as above; also x of 3 or more dims whose dim 0 does not divide by R under sequence
-///   parallelism
+///           parallelism
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                const at::Tensor& bias, const LinearOptions& options);
 

@@ -28,8 +28,8 @@ struct Parameter {
   at::Tensor main_grad;  // f32, where gradients are accumulated
   std::vector<Part> parts;
   bool sharded = false;  // over tp: its squares count on every tp rank; else once
-  bool grad_partial_over_tp =
-      false;  // its gradient still has to be summed over tp (replicated, used on row shards)
+  // Its gradient still has to be summed over tp (replicated, used on row shards).
+  bool grad_partial_over_tp = false;
   bool weight_decay = true;  // false for norms and biases
 };
 

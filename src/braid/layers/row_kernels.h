@@ -13,7 +13,7 @@ namespace braid::row_kernels {
 
 /// sum = x + delta (where delta is defined), y = sum / rms(sum) * weight.
 ///   Shapes  x, delta, sum, y [t, h]   weight [h]   inverse_rms [t] f32; sum is not written without
-///   delta
+///           delta
 void add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight,
                   double epsilon, at::Tensor& sum, at::Tensor& y, at::Tensor& inverse_rms);
 
@@ -32,27 +32,29 @@ void rms_norm_backward(const at::Tensor& dy, const at::Tensor& dsum, const at::T
 void rotate_to_heads(const at::Tensor& rows, const at::Tensor& cosine, const at::Tensor& sine,
                      std::int64_t num_rotated, at::Tensor& heads);
 /// The adjoint, for heads in parts (query, key, value): writes rows[:, begin * d : (begin + H) *
-/// d], rotated back if `rotated`.   Shapes  heads [b, H, s, d] of any strides, the last 1
+/// d], rotated back if `rotated`.
+///   Shapes  heads [b, H, s, d] of any strides, the last 1
 void rotate_from_heads(const at::Tensor& heads, const at::Tensor& cosine, const at::Tensor& sine,
                        bool rotated, std::int64_t begin, at::Tensor& rows);
 
-/// y = silu(gate) * up.   Shapes  gate_up [t, 2 f], gate first   y [t, f]
+/// y = silu(gate) * up.
+///   Shapes  gate_up [t, 2 f], gate first   y [t, f]
 void swiglu(const at::Tensor& gate_up, at::Tensor& y);
-/// Shapes  dy [t, f]   gate_up, dgate_up [t, 2 f]
+///   Shapes  dy [t, f]   gate_up, dgate_up [t, 2 f]
 void swiglu_backward(const at::Tensor& dy, const at::Tensor& gate_up, at::Tensor& dgate_up);
 
 /// Of each row: the maximum, the sum of exp(value - maximum), and the value at its label (0 if the
-/// label is not among begin .. begin + v - 1).   Shapes  logits [t, v]   labels [t] int64 maximum,
-/// sum, target [t] f32
+/// label is not among begin .. begin + v - 1).
+///   Shapes  logits [t, v]   labels [t] int64   maximum, sum, target [t] f32
 void softmax_statistics(const at::Tensor& logits, const at::Tensor& labels, std::int64_t begin,
                         at::Tensor& maximum, at::Tensor& sum, at::Tensor& target);
-/// In place: logits = scale * (exp(logits - log_sum) - [column is the row's label]).   Shapes
-/// log_sum [t] f32
+/// In place: logits = scale * (exp(logits - log_sum) - [column is the row's label]).
+///   Shapes  log_sum [t] f32
 void softmax_backward(at::Tensor& logits, const at::Tensor& labels, std::int64_t begin,
                       const at::Tensor& log_sum, float scale);
 
-/// y[i] = table[tokens[i] - begin] where that row exists, else 0.   Shapes  table [v, h]   tokens
-/// [t] int64   y [t, h]
+/// y[i] = table[tokens[i] - begin] where that row exists, else 0.
+///   Shapes  table [v, h]   tokens [t] int64   y [t, h]
 void gather_rows(const at::Tensor& table, const at::Tensor& tokens, std::int64_t begin,
                  at::Tensor& y);
 /// table[tokens[i] - begin] += dy[i] where that row exists; table f32 (dy of any kind) or dy's

@@ -27,8 +27,8 @@ struct LlamaConfig {
   std::int64_t vocab_size = 0;
   double rotary_base = 10000.0;
   double norm_epsilon = 1e-5;
-  bool untie_embeddings_and_output_weights =
-      true;  // false: the output layer uses the embedding's table
+  // False: the output layer uses the embedding's table.
+  bool untie_embeddings_and_output_weights = true;
   double init_method_std = 0.02;
 };
 
@@ -43,8 +43,8 @@ struct TransformerOptions {
   bool sequence_parallel = false;
   MatmulOptions matmul;
   bool keep_gathered = false;  // see LinearOptions
-  at::ScalarType dtype =
-      at::kFloat;  // of parameters' values and activations: f32 or bf16; the loss is f32
+  // Of parameters' values and activations: f32 or bf16; the loss is f32.
+  at::ScalarType dtype = at::kFloat;
   RecomputeMethod recompute_method = RecomputeMethod::none;
   std::int64_t recompute_num_layers = 1;
   std::uint64_t seed = 1234;
@@ -63,15 +63,19 @@ class Transformer {
 
   /// Mean cross-entropy over all tokens, a scalar f32 to call backward() on.
   ///   Shapes  tokens, labels [s, b] int64, the same on all ranks; labels are the next tokens, not
-  ///   shifted here Order   collective, backward too
+  ///           shifted here
+  ///   Order   collective, backward too
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& labels);
-  /// Whole logits on every rank, without gradient.   Shapes  tokens [s, b]   returns [s, b, V]
+  /// Whole logits on every rank, without gradient.
+  ///   Shapes  tokens [s, b]   returns [s, b, V]
+  ///   Order   collective
   at::Tensor logits(const at::Tensor& tokens);
 
   std::vector<Parameter>& parameters() { return parameters_; }
   const LlamaConfig& config() const { return config_; }
 
-  /// The mode of the tensor-parallel matmuls from now on; between a step's backward and the next forward.
+  /// The mode of the tensor-parallel matmuls from now on; to be set between a step's backward and
+  /// the next forward.
   const MatmulOptions& matmul() const { return options_.matmul; }
   void set_matmul(const MatmulOptions& matmul) { options_.matmul = matmul; }
 

@@ -17,8 +17,8 @@ class TileMatmul {
   explicit TileMatmul(const at::Tensor& weight);
 
   /// out (+)= x @ weight^T.
-  ///   Shapes  x [rows, k], any strides   out [rows, n] in x's dtype, or f32 for half x;
-  ///   accumulate: adds to f32 or f64 out
+  ///   Shapes      x [rows, k], any strides   out [rows, n] in x's dtype, or f32 for half x
+  ///   accumulate  adds to out, which is then f32 or f64
   void multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const;
 
  private:
@@ -27,7 +27,7 @@ class TileMatmul {
 
 /// dw (+)= dy^T @ x for some rows.
 ///   Shapes  dy [rows, n]   x [rows, k]   dw [n, k] in f32 (f64 for f64): the sum over rows is
-///   never rounded to half
+///           never rounded to half
 void add_weight_grad(const at::Tensor& dy, const at::Tensor& x, at::Tensor dw, bool accumulate);
 
 }  // namespace braid

@@ -6,7 +6,8 @@
 //     model.safetensors          the weights, whole tensors under transformers' names
 //     config.json                as transformers' LlamaForCausalLM reads it
 //     optimizer.safetensors      exp_avg.<name>, exp_avg_sq.<name>, and main.<name> unless the
-//     model is f32; all f32 trainer_state.json         TrainerState and the format's version
+//                                model is f32; all f32
+//     trainer_state.json         TrainerState and the format's version
 //   <dir>/latest                 link to the newest of them
 //   <dir>/model.safetensors      links into latest, so that from_pretrained(<dir>) reads the newest
 //   <dir>/config.json

@@ -6,13 +6,17 @@
 
 namespace braid {
 
-/// Reads what the settings name and checks that it fits: data, checkpoint to load, folder to save in. Sends nothing and
-/// writes nothing, so that mistakes come before any rank has started.
-///   config  validated   Errors  ValueError naming the flag
+/// Reads what the settings name and checks that it fits: data, checkpoint to load, folder to save
+/// in. Sends nothing and writes nothing, so that mistakes come before any rank has started.
+///   config  validated
+///   Errors  ValueError naming the flag
 void check_inputs(const TrainConfig& config);
 
-/// Trains as the settings say. Rank 0 shows progress and writes <output-dir>/metrics.jsonl, checkpoints and the trace.
-///   config  validated   Order  collective over all ranks   Errors  as Trainer's; c10::Error when a file can't be written
+/// Trains as the settings say. Rank 0 shows progress and writes <output-dir>/metrics.jsonl,
+/// checkpoints and the trace.
+///   config  validated
+///   Order   collective over all ranks
+///   Errors  as Trainer's; c10::Error when a file can't be written
 void run_training(const TrainConfig& config, const Place& place);
 
 }  // namespace braid
