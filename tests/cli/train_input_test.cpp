@@ -1,4 +1,5 @@
-// Every wrong flag, value, combination and file of `braid train`: one line that names the flag and the values, exit code 2,
+// Every wrong flag, value, combination and file of `braid train`: one line that names the flag and
+// the values, exit code 2,
 // nothing made or overwritten, no rank started.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -61,7 +62,8 @@ std::map<std::string, std::string> snapshot(const fs::path& folder) {
   return found;
 }
 
-/// Runs braid with these words where it can't start a process; expects one line with all `texts` and an untouched folder.
+/// Runs braid with these words where it can't start a process; expects one line with all `texts` and
+/// an untouched folder.
 void expect_refused(
     const fs::path& folder, const test::Words& words, const std::vector<std::string>& texts,
     const std::function<void()>& prepare = [] {}) {

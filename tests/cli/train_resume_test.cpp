@@ -59,7 +59,8 @@ class Run : public testing::TestWithParam<Case> {
   TrainFolder folder_;
 };
 
-// Ten iterations; five, then five more: from a checkpoint in the middle of the first run (the tuner's choices are in it).
+// Ten iterations; five, then five more: from a checkpoint in the middle of the first run (the tuner's
+// choices are in it).
 TEST_P(Run, GoesOnBitForBit) {
   const Words& flags = GetParam().flags;
   folder_.run(flags + Words{"--output-dir", "straight", "--save-interval", "5"});

@@ -47,8 +47,9 @@ class Trainer {
   /// Mean loss of the first `num_batches` global batches of the validation data, over all ranks. Order: collective.
   double validation_loss(const Dataset& data, std::int64_t num_batches);
 
-  /// Floating-point operations of one iteration over all ranks: 6 per token and weight of a matmul, and attention's scores
-  /// over half of the square; recomputation is not counted (as Megatron's model FLOPs).
+  /// Floating-point operations of one iteration over all ranks: 6 per token and weight of a matmul,
+  /// and attention's scores over half of the square; recomputation is not counted (as Megatron's
+  /// model FLOPs).
   double flops_per_step() const;
   std::int64_t tokens_per_step() const { return config_.global_batch_size * config_.seq_length; }
 
