@@ -23,7 +23,7 @@ test:  ## build and run all tests
 	@tools/setup.sh test
 	@$(call configure,build,release)
 	@$(call build,build)
-	@ctest --test-dir build --output-on-failure
+	@ctest --test-dir build --output-on-failure $(CTEST_FLAGS)
 
 test-tsan: setup  ## the tests of core, comm and ops under ThreadSanitizer
 	@$(call configure,build-tsan,tsan)
