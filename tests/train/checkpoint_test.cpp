@@ -159,8 +159,8 @@ TEST(Checkpoint, AModelOfAnotherShapeIsRefusedBeforeAnythingChanges) {
   save(dir.path(), 2, 20);
   const std::string file = dir / "iter_0000020/model.safetensors";
   EXPECT_THAT(check_error(dir.path(), {.ffn = 32}),
-              HasSubstr(file + ": tensor model.layers.0.mlp.gate_proj.weight has shape [24, 16], "
-                               "the model's has [32, 16]"));
+              HasSubstr(file + ": tensor model.layers.0.mlp.down_proj.weight has shape [16, 24], "
+                               "the model's has [16, 32]"));
   EXPECT_THAT(check_error(dir.path(), {.layers = 3}),
               HasSubstr("it lacks model.layers.2.input_layernorm.weight, "));
   EXPECT_THAT(check_error(dir.path(), {.layers = 3}), HasSubstr("and 4 more"));
@@ -172,7 +172,7 @@ TEST(Checkpoint, AModelOfAnotherShapeIsRefusedBeforeAnythingChanges) {
   fs::remove(dir / "iter_0000020/optimizer.safetensors");
   SafetensorsWriter(dir / "iter_0000020/optimizer.safetensors", {}).commit();
   EXPECT_THAT(check_error(dir.path(), {}),
-              HasSubstr("optimizer.safetensors lacks the tensor exp_avg.model.embed_tokens"));
+              HasSubstr("optimizer.safetensors lacks the tensor exp_avg.lm_head.weight"));
 }
 
 TEST(Checkpoint, DamagedFoldersAreOneErrorNamingTheFile) {
