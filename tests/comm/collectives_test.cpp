@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "braid/comm/shared_memory.h"
+#include "braid/comm/texts.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -223,6 +224,23 @@ TEST(SharedMemoryErrors, ALongLivedOperationHoldsUpNobodyButNotForEver) {
     EXPECT_TRUE(at::equal(old.wait(), at::cat({rank_values(0, {3}), rank_values(1, {3})})));
     EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
   });
+}
+
+TEST_P(Collectives, Texts) {
+  const auto text_of = [](int rank) {
+    return std::string(static_cast<std::size_t>(rank) * 3, 'a') + "\n";
+  };
+  run_ranks(
+      size(),
+      [&](const auto& group) {
+        const bool is_last = group->rank() == size() - 1;
+        const auto texts = gather_texts(*group, is_last ? "" : text_of(group->rank()));
+        for (int rank = 0; rank < size(); ++rank)
+          EXPECT_EQ(texts[static_cast<std::size_t>(rank)], rank == size() - 1 ? "" : text_of(rank));
+        EXPECT_EQ(broadcast_text(*group, text_of(group->rank()), size() - 1), text_of(size() - 1));
+        EXPECT_EQ(broadcast_text(*group, is_last ? "" : "not mine", size() - 1), "");
+      },
+      options());
 }
 
 TEST(SplitRows, FirstRanksHaveOneMore) {

@@ -6,11 +6,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
-#include <iterator>
-
 #include "tests/support/environment.h"
+#include "tests/support/folders.h"
+#include "tests/support/pids.h"
 #include "tests/support/processes.h"
 
 namespace braid {
@@ -19,56 +17,30 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono_literals::operator""ms;
 using std::chrono_literals::operator""s;
+using test::Clock;
+using test::runs;
 using testing::HasSubstr;
-using Clock = std::chrono::steady_clock;
 
 constexpr auto kEndOfRun = 2s;  // from a kill to the end of everything
 
-/// A folder that is removed with all it holds.
-class Folder {
+/// A folder into which ranks write.
+class Folder : public test::TemporaryFolder {
  public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "braid_launch_XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
-    path_ = name;
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-
-  std::string path(const std::string& name) const { return path_ / name; }
   /// The file's text, once it is there and ends with a newline.
   std::string wait_for(const std::string& name) const {
-    const auto deadline = Clock::now() + 20s;
-    while (Clock::now() < deadline) {
-      std::ifstream file(path(name));
-      const std::string text{std::istreambuf_iterator<char>(file), {}};
-      if (text.ends_with('\n')) return text;
-      std::this_thread::sleep_for(2ms);
-    }
-    throw std::runtime_error("no " + path(name));
+    std::string text;
+    const auto is_whole = [&] {
+      text = test::read_text(*this / name);
+      return text.ends_with('\n');
+    };
+    if (!test::holds_within(20s, is_whole)) throw std::runtime_error("no " + (*this / name));
+    return text;
   }
   pid_t wait_for_pid(const std::string& name) const { return std::stoi(wait_for(name)); }
-  bool has(const std::string& name) const { return fs::exists(path(name)); }
-
- private:
-  fs::path path_;
 };
 
-/// Whether the process runs: neither gone nor a zombie that nobody has reaped yet.
-bool runs(pid_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const auto end_of_name = text.rfind(')');
-  return end_of_name != std::string::npos && text.at(end_of_name + 2) != 'Z';
-}
-
 bool ends_within(pid_t pid, std::chrono::milliseconds limit) {
-  for (const auto deadline = Clock::now() + limit; runs(pid);) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(2ms);
-  }
-  return true;
+  return test::holds_within(limit, [&] { return !runs(pid); });
 }
 
 struct Outcome {
@@ -78,7 +50,7 @@ struct Outcome {
 
 /// Launches shells that run `script` with $DIR as the folder.
 Outcome launch_shells(int num_ranks, const Folder& folder, const std::string& script) {
-  test::ScopedEnvironment environment({{"DIR", folder.path("")}});
+  test::ScopedEnvironment environment({{"DIR", folder.path().string()}});
   testing::internal::CaptureStderr();
   const int code = launch_ranks(num_ranks, {"-c", script}, "sh");
   return {code, testing::internal::GetCapturedStderr()};
@@ -148,8 +120,10 @@ TEST(Launch, KilledRankEndsTheRunAndIsNamed) {
 
 TEST(Launch, CallersErrorComesBeforeItsConsequences) {
   Folder folder;
-  const auto outcome =
-      launch_shells(2, folder, "[ $RANK = 0 ] && exit 1; trap 'exit 2' TERM; sleep 100 & wait");
+  const auto outcome = launch_shells(
+      2, folder,
+      "if [ $RANK = 0 ]; then until [ -e $DIR/ready ]; do sleep 0.01; done; exit 1; fi; "
+      "trap 'exit 2' TERM; sleep 100 & touch $DIR/ready; wait");
   EXPECT_EQ(outcome.code, 2);
   EXPECT_THAT(outcome.said, HasSubstr("rank 1"));
 }
@@ -214,7 +188,7 @@ TEST(Launch, RanksEndWithTheirLauncher) {
   test::Processes launcher(
       1, launcher_of("trap '' TERM; echo $$ >$DIR/rank$RANK; while :; do sleep 0.1; done"));
   Folder folder;
-  launcher.store().set("folder", folder.path(""));
+  launcher.store().set("folder", folder.path().string());
   const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
   launcher.kill(0);
   for (pid_t pid : ranks) EXPECT_TRUE(ends_within(pid, kEndOfRun));
@@ -224,12 +198,12 @@ TEST(Launch, InterruptIsPassedOn) {
   test::Processes launcher(1, launcher_of("trap 'echo >$DIR/interrupted$RANK; exit 3' TERM; "
                                           "sleep 100 & echo $$ >$DIR/rank$RANK; wait"));
   Folder folder;
-  launcher.store().set("folder", folder.path(""));
+  launcher.store().set("folder", folder.path().string());
   const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
   launcher.kill(0, SIGTERM);
   EXPECT_EQ(launcher.wait(0, 5s).exit_code, 3);
-  EXPECT_TRUE(folder.has("interrupted0"));
-  EXPECT_TRUE(folder.has("interrupted1"));
+  EXPECT_TRUE(fs::exists(folder / "interrupted0"));
+  EXPECT_TRUE(fs::exists(folder / "interrupted1"));
   for (pid_t pid : ranks) EXPECT_FALSE(runs(pid));
 }
 
@@ -237,7 +211,7 @@ TEST(Launch, SecondInterruptKills) {
   test::Processes launcher(
       1, launcher_of("trap '' INT; echo $$ >$DIR/rank$RANK; while :; do sleep 0.1; done"));
   Folder folder;
-  launcher.store().set("folder", folder.path(""));
+  launcher.store().set("folder", folder.path().string());
   const pid_t ranks[] = {folder.wait_for_pid("rank0"), folder.wait_for_pid("rank1")};
   launcher.kill(0, SIGINT);
   std::this_thread::sleep_for(100ms);
@@ -270,7 +244,7 @@ TEST(Launch, TwoRunsNeverMeet) {
     ::_exit(launch_ranks(3, {"--gtest_filter=Launch.TwoRunsNeverMeet"}));
   });
   Folder folder;
-  launchers.store().set("folder", folder.path(""));
+  launchers.store().set("folder", folder.path().string());
   for (int launcher : {0, 1}) {
     const auto ended = launchers.wait(launcher, 30s);
     EXPECT_EQ(ended.exit_code, 0) << ended.output;

@@ -28,8 +28,8 @@ inline void wait_until_ready(Processes& ranks) {
 }
 
 /// Both survivors end with the loss of rank 1, within 2 s; the time-out is much later.
-inline void expect_killed_rank_is_named(const Operation& operation) {
-  Processes ranks(3, loop_of(operation, {std::chrono::seconds(100), true}));
+inline void expect_killed_rank_is_named(const Operation& operation, bool shared_memory = true) {
+  Processes ranks(3, loop_of(operation, {std::chrono::seconds(100), shared_memory}));
   wait_until_ready(ranks);
   ranks.kill(1);
   for (const int survivor : {0, 2}) {

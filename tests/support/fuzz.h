@@ -147,9 +147,11 @@ class Fuzz {
   }
   /// Mostly few, sometimes none, sometimes many.
   std::int64_t draw_rows() {
+    if (is_large_) return draw(200, 400);
     const int kind = draw(0, 9);
-    return kind == 0 ? 0 : kind < 8 ? draw(1, 9) : draw(200, 400);
+    return kind == 0 ? 0 : kind < 9 ? draw(1, 9) : draw(200, 400);
   }
+  std::int64_t draw_columns() { return is_large_ ? 300 : draw(1, 6); }
   Shape draw_rows_of_ranks() {
     Shape rows;
     for (int rank = 0; rank < size_; ++rank) rows.push_back(draw_rows());
@@ -173,6 +175,8 @@ class Fuzz {
     constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kDouble};
     const at::ScalarType dtype = kDtypes[draw(0, 2)];
     const int kind = draw(0, 10);
+    is_large_ =
+        draw(0, 4) == 0;  // above what is reduced in one shot, and what is copied out of a slot
     Started started =
         kind < 6 ? start_collective(group, kind, dtype) : start_matmul(group, kind, dtype);
     started.what = fmt::format("step {}: {} of {} on group {} of {}, rank {}", step_, started.what,
@@ -181,7 +185,7 @@ class Fuzz {
   }
 
   Started start_collective(const Group& group, int kind, at::ScalarType dtype) {
-    const std::int64_t columns = draw(0, 9) == 0 ? 300 : draw(1, 5);
+    const std::int64_t columns = draw_columns();
     const std::int64_t m = draw_rows();
     const auto x_of = [=, this](int rank) { return values(rank, {m, columns}, dtype); };
     switch (kind) {
@@ -240,7 +244,7 @@ class Fuzz {
   Started start_matmul(const Group& group, int kind, at::ScalarType dtype) {
     const MatmulOptions options = draw_options();
     // Few products in a half sum: it stays exact.
-    const std::int64_t k = draw(1, 4), n = draw(0, 4) == 0 ? 300 : draw(1, 6);
+    const std::int64_t k = draw(1, 4), n = draw_columns();
     const std::int64_t m = draw_rows();
     const Shape rows = draw_rows_of_ranks();
     const bool bias = dtype != at::kBFloat16 && draw(0, 1) == 0;
@@ -287,6 +291,7 @@ class Fuzz {
   std::array<const Group*, 2> groups_;
   int rank_, size_, step_ = 0;
   std::mt19937 shared_, own_;  // the same on all ranks; this rank's
+  bool is_large_ = false;      // this step
   std::deque<Started> in_flight_;
 };
 

@@ -6,14 +6,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
-#include <sys/mount.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
-#include <csignal>
 #include <mutex>
+#include <optional>
 
-#include "tests/train/temporary_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
+#include "tests/support/limits.h"
 #include "tests/train/toy_model.h"
 
 namespace braid {
@@ -337,20 +337,15 @@ TEST(Checkpoint, AnF32RunGoesOnFromABf16RunsMainWeights) {
 // Saves iteration 40 with two ranks while `limit` bytes is the largest file; the errors of both.
 std::vector<std::string> errors_with_file_limit(const std::string& dir, std::uint64_t limit) {
   std::vector<std::string> errors(2);
-  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit before{};
-  getrlimit(RLIMIT_FSIZE, &before);
-  const rlimit small{limit, before.rlim_max};
   run_ranks(2, [&](const std::shared_ptr<Group>& tp) {
     ToyModel model(tp->rank(), 2);
+    std::optional<test::FileSizeLimit> small;
     barrier(*tp);
-    if (tp->rank() == 0) setrlimit(RLIMIT_FSIZE, &small);
+    if (tp->rank() == 0) small.emplace(limit);
     errors[static_cast<std::size_t>(tp->rank())] =
         error_of<c10::Error>([&] { test::save_toy(dir, *tp, model, 40); });
     barrier(*tp);  // the groups stay usable
   });
-  setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
   return errors;
 }
 
@@ -375,8 +370,8 @@ TEST(Checkpoint, AFullDiskIsTheSameErrorOnEveryRankAndLeavesTheLastCheckpoint) {
 
 TEST(Checkpoint, AFullFileSystemLeavesTheLastCheckpoint) {
   const TemporaryFolder dir;
-  if (mount("tmpfs", dir.path().c_str(), "tmpfs", 0, "size=256k") != 0)
-    GTEST_SKIP() << "may not mount";
+  const test::SmallFileSystem disk(dir.path(), "256k");
+  if (!disk.is_mounted()) GTEST_SKIP() << "may not mount";
   std::vector<std::string> errors(2);
   save(dir.path(), 2, 20);
   {
@@ -395,7 +390,6 @@ TEST(Checkpoint, AFullFileSystemLeavesTheLastCheckpoint) {
   fs::remove(dir / "filler");
   save(dir.path(), 2, 40);
   EXPECT_THAT(wrong_after_load(dir.path(), 0, 1), IsEmpty());
-  umount2(dir.path().c_str(), MNT_DETACH);
 }
 
 TEST(Checkpoint, AFolderThatCantBeSavedIntoIsRefused) {

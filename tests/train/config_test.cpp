@@ -13,7 +13,8 @@
 #include <set>
 #include <sstream>
 
-#include "tests/train/temporary_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
 
 namespace braid {
 namespace {

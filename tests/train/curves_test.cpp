@@ -1,89 +1,37 @@
 // Twenty steps of training give the same loss curve however the work is split and overlapped.
-#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
-#include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "braid/train/trainer.h"
-#include "tests/support/text.h"
-#include "tests/train/temporary_folder.h"
+#include "tests/train/small_run.h"
 
 namespace braid {
 namespace {
 
-constexpr int kIterations = 20;
+using test::small_model;
 
 struct Curve {
   std::vector<double> losses;  // the last one is the validation's
   std::vector<double> grad_norms;
 };
 
-/// A small model in which nothing divides by more than it must: 259 tokens, 3 layers, tied weights.
-TrainConfig small_model() {
-  TrainConfig config;
-  config.num_layers = 3;
-  config.hidden_size = 64;
-  config.ffn_hidden_size = 92;
-  config.num_attention_heads = 8;
-  config.num_query_groups = 4;
-  config.seq_length = 24;
-  config.vocab_size = 259;
-  config.micro_batch_size = 2;
-  config.global_batch_size = 8;
-  config.train_iters = kIterations;
-  config.lr = 1e-2;
-  config.lr_warmup_iters = 4;
-  config.init_method_std = 0.1;
-  return config;
-}
-
-std::shared_ptr<const Corpus> corpus() {
-  static const test::TemporaryFolder folder;
-  static const auto opened = Corpus::open(folder.write("words.txt", test::words(60000)));
-  return opened;
-}
-
-/// Trains with ranks that are threads; what rank 0 saw, which all ranks must have seen.
-Curve curve_of(TrainConfig config, int ranks, GroupOptions options = {}) {
-  EXPECT_TRUE(validate(config, ranks, /*needs_data=*/false).size() < 2);
-  const auto text = corpus();
-  auto store = c10::make_intrusive<c10d::HashStore>();
+/// What every rank saw.
+Curve curve_of(const TrainConfig& config, int ranks, GroupOptions options = {}) {
   std::vector<Curve> curves(static_cast<std::size_t>(ranks));
-  std::vector<std::exception_ptr> errors(curves.size());
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto r = static_cast<std::size_t>(rank);
-      try {
-        at::set_num_threads(1);
-        const Mesh mesh = make_mesh(store, rank, ranks,
-                                    static_cast<int>(config.tensor_model_parallel_size), options);
-        const auto data =
-            split_data(text, config.split, config.seq_length, config.vocab_size, config.seed);
-        Trainer trainer(config, mesh, [&](std::int64_t iteration, std::int64_t micro_batch) {
-          return data.train->batch(
-              first_sample(iteration, micro_batch, mesh.dp->rank(), mesh.dp->size(),
-                           config.micro_batch_size, config.global_batch_size),
-              config.micro_batch_size);
-        });
-        for (int i = 0; i < kIterations; ++i) {
+  test::run_trainers(
+      config, ranks,
+      [&](Trainer& trainer, const DataSplit& data, int rank) {
+        Curve& curve = curves[static_cast<std::size_t>(rank)];
+        for (int i = 0; i < config.train_iters; ++i) {
           const auto step = trainer.step(i);
-          curves[r].losses.push_back(step.loss);
-          curves[r].grad_norms.push_back(step.grad_norm);
+          curve.losses.push_back(step.loss);
+          curve.grad_norms.push_back(step.grad_norm);
         }
-        curves[r].losses.push_back(trainer.validation_loss(*data.validation, 2));
-      } catch (...) {
-        errors[r] = std::current_exception();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+        curve.losses.push_back(trainer.validation_loss(*data.validation, 2));
+      },
+      options);
   for (const Curve& curve : curves) {
     EXPECT_EQ(curve.losses, curves[0].losses);
     EXPECT_EQ(curve.grad_norms, curves[0].grad_norms);

@@ -9,7 +9,8 @@
 #include <map>
 #include <set>
 
-#include "tests/train/temporary_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
 
 namespace braid {
 namespace {

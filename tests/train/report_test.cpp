@@ -7,14 +7,15 @@
 #include <gtest/gtest.h>
 #include <pty.h>
 #include <sys/ioctl.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmath>
-#include <csignal>
 #include <nlohmann/json.hpp>
+#include <optional>
 
-#include "tests/train/temporary_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
+#include "tests/support/limits.h"
 
 namespace braid {
 namespace {
@@ -120,15 +121,10 @@ TEST(Report, AnUnwritableMetricsFileIsAnErrorAtStartAndAWarningLater) {
   const std::string path = folder / "metrics.jsonl";
   InFile full({.metrics_path = path, .num_iterations = 9, .log_interval = 100});
   full.report->iteration(metrics_of(1));
-  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit before{};
-  getrlimit(RLIMIT_FSIZE, &before);
-  const rlimit small{300, before.rlim_max};
-  setrlimit(RLIMIT_FSIZE, &small);
+  std::optional<test::FileSizeLimit> limit(300);
   full.report->iteration(metrics_of(2));
   full.report->iteration(metrics_of(3));
-  setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
+  limit.reset();
   full.report->iteration(metrics_of(4));
   const std::string text = full.text();
   EXPECT_THAT(text, HasSubstr("warning: can't write " + path + ": File too large"));

@@ -4,14 +4,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
-#include <csignal>
 #include <optional>
 #include <random>
 
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
+#include "tests/support/limits.h"
 #include "tests/support/ranks.h"
-#include "tests/train/temporary_folder.h"
 
 namespace braid {
 namespace {
@@ -203,11 +203,7 @@ TEST(Safetensors, AFullDiskLeavesTheFileThatWasThere) {
   const TemporaryFolder folder;
   const std::string path = folder / "x";
   test::write_text(path, "before");
-  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit before{};
-  getrlimit(RLIMIT_FSIZE, &before);
-  const rlimit small{1000, before.rlim_max};
-  setrlimit(RLIMIT_FSIZE, &small);
+  std::optional<test::FileSizeLimit> limit(1000);
   const std::string error = error_of<c10::Error>([&] {
     SafetensorsWriter writer(path, {{"a", at::kFloat, {1000}}});
     writer.write("a", at::ones({1000}));
@@ -215,8 +211,7 @@ TEST(Safetensors, AFullDiskLeavesTheFileThatWasThere) {
   });
   const std::string text_error =
       error_of<c10::Error>([&] { write_file_atomically(path, std::string(2000, 'x')); });
-  setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
+  limit.reset();
   EXPECT_THAT(error, HasSubstr(fmt::format("can't write {}: File too large", path)));
   EXPECT_THAT(text_error, HasSubstr(fmt::format("can't write {}: File too large", path)));
   EXPECT_THAT(test::names_in(folder.path()), ElementsAre("x"));

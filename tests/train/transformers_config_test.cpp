@@ -5,7 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "braid/train/trainer.h"
-#include "tests/train/temporary_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/folders.h"
 
 namespace braid {
 namespace {

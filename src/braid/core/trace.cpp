@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -121,7 +122,11 @@ void write_chrome_trace(const std::string& path, const std::vector<std::string>&
   for (std::size_t i = 0; i < ranks.size(); ++i) file << (i == 0 ? "" : ",\n") << ranks[i];
   file << "\n]}\n";
   file.close();
-  TORCH_CHECK(file, "can't write the trace ", path, ": ", std::strerror(errno));
+  if (file) return;
+  const std::string reason = std::strerror(errno);
+  std::error_code ignored;
+  if (std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
+  TORCH_CHECK(false, "can't write the trace ", path, ": ", reason);
 }
 
 void write_chrome_trace(const std::string& path, int rank, const std::vector<Event>& events) {

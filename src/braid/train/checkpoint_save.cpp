@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/texts.h"
 #include "braid/core/check.h"
 #include "braid/train/checkpoint.h"
 #include "braid/train/checkpoint_files.h"
@@ -26,6 +27,18 @@ using nlohmann::json;
 using namespace checkpoint_files;  // NOLINT: their names
 
 std::string system_error() { return std::strerror(errno); }
+
+// Removes what a killed save left in `dir`; the caller holds the lock.
+void discard_leftovers(const std::string& dir, std::error_code& error) {
+  fs::remove_all(fs::path(dir) / kPartial, error);
+  std::error_code ignored;
+  fs::remove(fs::path(dir) / kPartialLink, ignored);
+  const std::string pointer = fmt::format(".{}.", kLatestIteration);
+  for (const auto& entry : fs::directory_iterator(dir, ignored)) {
+    const std::string name = entry.path().filename();
+    if (name.starts_with(pointer) && name.ends_with(".partial")) fs::remove(entry.path(), ignored);
+  }
+}
 
 // The folder of a save while it is being written, and the lock that keeps other runs out of `dir`
 // meanwhile.
@@ -44,7 +57,7 @@ class PartialFolder {
       ::close(lock_);
       TORCH_CHECK(false, "can't save into ", dir_, ": ", reason);
     }
-    fs::remove_all(path_, error);
+    discard_leftovers(dir_, error);
     if (!error) fs::create_directory(path_, error);
     if (error) ::close(lock_);
     TORCH_CHECK(!error, "can't make the folder ", path_, ": ", error.message());
@@ -115,24 +128,12 @@ class Writer {
         error = e.what();
       }
     }
-    at::Tensor size =
-        at::scalar_tensor(static_cast<std::int64_t>(error.size()), at::kLong).reshape({1});
-    size = tell(size);
-    const auto bytes = size.item<std::int64_t>();
-    if (bytes == 0) return;
-    at::Tensor text = at::zeros({bytes}, at::kByte);
-    if (is_here()) std::memcpy(text.data_ptr(), error.data(), error.size());
-    text = tell(text);
-    TORCH_CHECK(false, std::string(static_cast<const char*>(text.const_data_ptr()),
-                                   static_cast<std::size_t>(bytes)));
+    if (dp_.rank() == 0) error = broadcast_text(tp_, error, 0);
+    error = broadcast_text(dp_, error, 0);
+    TORCH_CHECK(error.empty(), error);
   }
 
  private:
-  at::Tensor tell(at::Tensor x) const {
-    if (dp_.rank() == 0) x = broadcast(tp_, x, 0);
-    return broadcast(dp_, x, 0);
-  }
-
   const Group &tp_, &dp_;
 };
 
@@ -208,9 +209,7 @@ void discard_partial_checkpoint(const std::string& dir) noexcept {
   const int lock = ::open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (lock < 0) return;
   std::error_code ignored;
-  if (::flock(lock, LOCK_EX | LOCK_NB) == 0) {
-    for (const char* name : {kPartial, kPartialLink}) fs::remove_all(fs::path(dir) / name, ignored);
-  }
+  if (::flock(lock, LOCK_EX | LOCK_NB) == 0) discard_leftovers(dir, ignored);
   ::close(lock);
 }
 

@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <optional>
 
-#include "braid/comm/collectives.h"
+#include "braid/comm/texts.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
 #include "braid/train/report.h"
@@ -23,22 +23,6 @@ constexpr std::int64_t kTraceBegin = 4, kTraceEnd = 8;
 /// Whether the communication's cost is measured, by a serial step, after this many iterations of the process.
 bool is_calibration(std::int64_t done) {
   return done == 2 || done == 4 || done == 8 || done % 50 == 0;
-}
-
-/// The texts of all ranks on every rank.
-std::vector<std::string> gather_texts(const Group& group, const std::string& mine) {
-  at::Tensor bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
-  std::copy(mine.begin(), mine.end(), bytes.mutable_data_ptr<std::uint8_t>());
-  const at::Tensor sizes = all_gather(group, at::scalar_tensor(bytes.numel(), at::kLong).view({1}));
-  const at::Tensor all = all_gather(group, bytes);
-  std::vector<std::string> texts;
-  const auto* from = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto size = static_cast<std::size_t>(sizes[rank].item<std::int64_t>());
-    texts.emplace_back(from, size);
-    from += size;
-  }
-  return texts;
 }
 
 std::string metrics_path(const TrainConfig& config) {
@@ -93,7 +77,11 @@ class Run {
     options.loaded_iteration = first_;
     options.num_iterations = config.train_iters;
     options.log_interval = config.log_interval;
-    if (options.enabled) std::filesystem::create_directories(config.output_dir);
+    if (options.enabled) {
+      std::filesystem::create_directories(config.output_dir);
+      if (!config.trace.empty())
+        std::filesystem::create_directories(std::filesystem::absolute(config.trace).parent_path());
+    }
     report_.emplace(options);
   }
 
@@ -159,7 +147,12 @@ class Run {
     if (config_.trace.empty()) return;
     const auto texts =
         gather_texts(*mesh_.world, trace::chrome_events(mesh_.world->rank(), trace::take_events()));
-    if (mesh_.world->rank() == 0) trace::write_chrome_trace(config_.trace, texts);
+    if (mesh_.world->rank() != 0) return;
+    try {
+      trace::write_chrome_trace(config_.trace, texts);
+    } catch (const c10::Error& error) {  // not worth a run
+      report_->note(fmt::format("warning: {}", error.what_without_backtrace()));
+    }
   }
 
   TrainConfig config_;

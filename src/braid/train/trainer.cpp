@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/texts.h"
 #include "braid/ops/tuner.h"
 #include "braid/train/transformers_config.h"
 
@@ -94,7 +95,16 @@ Trainer::StepResult Trainer::step(std::int64_t iteration) {
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
   result.step_s = elapsed.count();
   result.totals = trace::take_totals();
+  share_choices();
   return result;
+}
+
+void Trainer::share_choices() {
+  const nlohmann::json mine = tuner::choices();
+  // The same on all of dp: their tp groups run the same operations.
+  if (mesh_.dp->size() == 1 || mine.size() == num_choices_) return;
+  tuner::set_choices(nlohmann::json::parse(broadcast_text(*mesh_.dp, mine.dump(), 0)));
+  num_choices_ = tuner::choices().size();
 }
 
 std::map<std::string, trace::Totals> Trainer::serial_step(std::int64_t iteration) {

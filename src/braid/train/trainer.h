@@ -61,6 +61,9 @@ class Trainer {
 
  private:
   double forward_backward(std::int64_t iteration);
+  /// The tuner's choices of dp rank 0 become everyone's: each tp group has measured for itself, but a
+  /// checkpoint holds one set. Collective over dp.
+  void share_choices();
 
   TrainConfig config_;
   Mesh mesh_;
@@ -69,6 +72,7 @@ class Trainer {
   MainGrads grads_;
   AdamW optimizer_;
   std::int64_t num_micro_batches_;
+  std::size_t num_choices_ = 0;  // of the tuner, shared so far
 };
 
 }  // namespace braid

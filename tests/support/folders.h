@@ -1,13 +1,15 @@
-// A folder that exists as long as the object.
+// Folders and file systems that exist as long as an object; their files.
 #pragma once
 
-#include <gtest/gtest.h>
+#include <sched.h>
 #include <stdlib.h>
+#include <sys/mount.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -38,29 +40,6 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-/// What a ValueError that `call` must throw says; fails the test when it throws nothing.
-template <class Call>
-std::string value_error(Call call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "no ValueError";
-  return {};
-}
-
-/// What the error that `call` throws says; empty when it throws none.
-template <class Error, class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
-}
-
 inline std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -69,6 +48,31 @@ inline std::string read_text(const std::string& path) {
 inline void write_text(const std::string& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
+
+/// A file system of its own, e.g. "256k" large, on a folder; is_mounted() is false where that is not allowed. Only this
+/// thread, its later threads and processes see it, so that it ends with them.
+class SmallFileSystem {
+ public:
+  SmallFileSystem(std::string folder, const std::string& size)
+      : folder_(std::move(folder)),
+        is_mounted_(::unshare(CLONE_NEWNS) == 0 &&
+                    ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+                    ::mount("none", folder_.c_str(), "tmpfs", 0, ("size=" + size).c_str()) == 0) {}
+  ~SmallFileSystem() {
+    if (is_mounted_) ::umount2(folder_.c_str(), MNT_DETACH);
+  }
+  SmallFileSystem(const SmallFileSystem&) = delete;
+  SmallFileSystem& operator=(const SmallFileSystem&) = delete;
+
+  bool is_mounted() const { return is_mounted_; }
+  bool resize(const std::string& size) const {
+    return ::mount("none", folder_.c_str(), "tmpfs", MS_REMOUNT, ("size=" + size).c_str()) == 0;
+  }
+
+ private:
+  std::string folder_;
+  bool is_mounted_;
+};
 
 /// The names in a folder, sorted.
 inline std::vector<std::string> names_in(const std::string& folder) {
