@@ -329,6 +329,15 @@ TEST_F(TrainInput, Checkpoints) {
   other_model({"--norm-epsilon", "1e-3"}, {"--norm-epsilon is 0.001", "rms_norm_eps 1e-05"});
   other_model({"--untie-embeddings-and-output-weights"},
               {"--untie-embeddings-and-output-weights is on", "tie_word_embeddings true"});
+
+  // Ranks that another launcher has started check for themselves.
+  test::Words words{"launch", "--nproc", "2", "--", BRAID_PROGRAM};
+  const auto train =
+      test::TrainFolder::train({"--load", "good/checkpoint", "--norm-epsilon", "1e-3"});
+  words.insert(words.end(), train.begin(), train.end());
+  test::Program program(folder_.path(), words);
+  EXPECT_EQ(program.wait(), 2);
+  EXPECT_THAT(program.error(), StartsWith("braid: error: --norm-epsilon is 0.001, but "));
 }
 
 TEST_F(TrainInput, Environment) {

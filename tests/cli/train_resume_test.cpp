@@ -150,6 +150,21 @@ TEST(Resume, AtAnotherDegreeTheLossesGoOn) {
   }
 }
 
+// Settings that change the order of the data are allowed, and said.
+TEST(Resume, OtherDataIsSaid) {
+  const TrainFolder folder;
+  folder.run(Words{"--train-iters", "1"});
+  test::Program program(folder.path(),
+                        TrainFolder::train({"--load", "runs/train/checkpoint", "--seed", "5",
+                                            "--global-batch-size", "2"}));
+  EXPECT_EQ(program.wait(), 0) << program.error();
+  EXPECT_NE(program.error().find("--seed is 5, the checkpoint's is 1234"), std::string::npos)
+      << program.error();
+  EXPECT_NE(program.error().find("--global-batch-size is 2, the checkpoint's is 4"),
+            std::string::npos)
+      << program.error();
+}
+
 // A run with nothing left to do says so and leaves the checkpoint as it is.
 TEST(Resume, NothingLeftToTrain) {
   const TrainFolder folder;

@@ -61,6 +61,14 @@ INSTANTIATE_TEST_SUITE_P(Collectives, KilledRank, testing::ValuesIn(cases()),
                          [](const auto& c) { return c.param.name; });
 TEST_P(KilledRank, IsNamedByAll) { test::expect_killed_rank_is_named(GetParam().operation); }
 
+TEST(KilledRank, IsNamedByAllOverTheNetwork) {
+  test::expect_killed_rank_is_named(
+      [](const Group& group) {
+        (void)reduce_scatter(group, at::ones({40, 50}));
+      },
+      /*shared_memory=*/false);
+}
+
 std::vector<Case> cases_of_freezes() {
   std::vector<Case> some = cases();
   std::erase_if(some, [](const Case& c) {

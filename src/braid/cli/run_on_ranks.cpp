@@ -32,7 +32,7 @@ std::optional<int> run_on_ranks(TrainConfig& config, const Place& place, bool ne
   const auto warnings =
       validate(config, place.source.empty() ? nproc.value_or(1) : place.world_size, needs_data);
   speaks = place.rank == 0;
-  if (!place.launched) {  // else the launcher has checked and warned already
+  if (!place.launched_by_itself) {  // else the launcher has checked and warned already
     if (needs_data) check_inputs(config);
     for (const auto& text : warnings) warn(text);
   }

@@ -9,11 +9,13 @@
 namespace braid {
 
 /// One cache line.
-/// | word    | state                        | who writes      | who reads   | at rest | | value   |
-/// progress, never falls        | the owning rank | every rank  | what the last operation left | |
-/// waiters | ranks asleep or about to be  | every waiter    | the owner   | 0 | The futex is on the
-/// low half of `value` (little-endian), without the private flag: waiters are in other processes. A
-/// wake missed because that half wrapped around costs one slice of sleep.
+/// | word    | state                       | who writes      | who reads  | at rest                      |
+/// | value   | progress, never falls       | the owning rank | every rank | what the last operation left |
+/// | waiters | ranks asleep or about to be | every waiter    | the owner  | 0; more if one was killed    |
+/// The futex is on the low half of `value` (little-endian), without the private flag: waiters are in
+/// other processes. The owner stores the value and then looks at `waiters`, a waiter counts itself
+/// and then looks at the value, all sequentially consistent: one of the two sees the other. A wake
+/// missed because that half wrapped around costs one slice of sleep.
 struct alignas(64) Flag {
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> waiters{0};

@@ -1,6 +1,8 @@
 // Makes groups.
 #include "braid/comm/group.h"
 
+#include <fmt/format.h>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "braid/comm/gloo_group.h"
@@ -38,9 +40,25 @@ std::shared_ptr<Group> Group::create_stub(const std::string& name, int rank, int
 
 Group::~Group() = default;
 
+void Group::fail(const std::string& lost, std::string why) const {
+  check_usable();
+  const std::string mine = fmt::format("rank {} lost {}", rank_, lost);
+  try {
+    const std::string first = store_->compareSet("lost", std::string(), mine);
+    if (first != mine) why += fmt::format(" ({} before)", first);
+  } catch (const std::exception&) {  // the store went with the peer
+  }
+  lost_ = why;
+  C10_THROW_ERROR(DistBackendError, why);
+}
+
+void Group::check_usable() const {
+  TORCH_CHECK_WITH(DistBackendError, lost_.empty(), "group ", name_, " is unusable since: ", lost_);
+}
+
 c10d::Backend& Group::backend() const {
   TORCH_INTERNAL_ASSERT(size_ > 1, "a group of one has no messages to send");
-  TORCH_CHECK_WITH(DistBackendError, lost_.empty(), "group ", name_, " is unusable since: ", lost_);
+  check_usable();
   if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout);
   return *backend_;
 }

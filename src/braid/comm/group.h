@@ -23,7 +23,7 @@ struct GroupOptions {
 };
 
 /// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations
-/// in the same order.
+/// in the same order. It must outlive operations that are started; results may outlive it.
 class Group {
  public:
   /// Makes the group. Collective: every rank with the same name, size and options; names are used
@@ -46,10 +46,12 @@ class Group {
   /// one.
   SharedMemory* memory() const { return memory_.get(); }
   /// The process group, connected at its first use: collective then. Not for groups of one.
-  /// Errors: DistBackendError after lost().
+  /// Errors: DistBackendError after fail().
   c10d::Backend& backend() const;
-  /// A message over the process group failed: it refuses further calls, and says why.
-  void lost(const std::string& why) const { lost_ = why; }
+  /// A message over the process group failed: throws DistBackendError. `lost` is whom it was for or
+  /// from; ranks tell each other by the store who saw a loss first, so that neighbours don't blame
+  /// each other. Further calls are refused.
+  [[noreturn]] void fail(const std::string& lost, std::string why) const;
 
   /// A tag for point-to-point messages, different for every operation in flight; the same on all
   /// ranks.
@@ -57,6 +59,7 @@ class Group {
 
  private:
   Group() = default;
+  void check_usable() const;
   int rank_ = 0, size_ = 1;
   std::string name_;
   GroupOptions options_;

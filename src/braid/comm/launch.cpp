@@ -79,6 +79,9 @@ struct Rank {
   int status = 0;       // as waitpid gives it
   int ending_with = 0;  // the last signal that we sent
   int exit_code() const { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
+  bool killed_by_us() const {
+    return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && ending_with == SIGKILL;
+  }
   bool killed_by_others() const {
     return WIFSIGNALED(status) && WTERMSIG(status) != ending_with &&
            !(ending_with == SIGKILL && WTERMSIG(status) == SIGTERM);
@@ -102,7 +105,7 @@ class Supervisor {
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       auto environment =
           environment_of_rank(static_cast<int>(i), static_cast<int>(ranks_.size()), port);
-      environment.insert_or_assign("BRAID_LAUNCHED", "1");
+      environment.insert_or_assign("BRAID_LAUNCHED", program == kThisProgram ? "self" : "1");
       ranks_[i].pid = spawn(program, arguments, environment, signals_.mask_before());
     }
   }
@@ -149,6 +152,10 @@ class Supervisor {
     }
     if (const auto i = first([](const Rank& rank) { return rank.exit_code() > 0; })) {
       say_reports(store);
+      for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+        if (ranks_[rank].killed_by_us() && report_of(store, rank).empty())
+          say("{} did not react (it was frozen, or hangs) and was killed", name(rank));
+      }
       say("{} exited with code {}; the run has ended", name(*i), ranks_[*i].exit_code());
       return ranks_[*i].exit_code();
     }

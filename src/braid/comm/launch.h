@@ -12,16 +12,19 @@
 
 namespace braid {
 
+inline constexpr const char* kThisProgram = "/proc/self/exe";
+
 /// Runs `program` `num_ranks` times with `arguments`, each with its place in the environment, and
 /// watches them. All end when one fails (SIGTERM, after half a second SIGKILL) and it is named on
-/// standard error: rank, pid, exit code or signal. All end when this process is killed. SIGINT,
-/// SIGTERM and SIGTSTP are passed on; an interrupted rank has 5 s, or until the second interrupt.
+/// standard error: rank, pid, exit code or signal; so is one that had to be killed. All end when
+/// this process is killed. SIGINT, SIGTERM and SIGTSTP are passed on; an interrupted rank has 5 s,
+/// or until the second interrupt.
 ///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
 ///            a signal killed one; 128 + signal when interrupted
 ///   Order    on a thread that lives as long as the ranks; takes those signals and SIGCHLD meanwhile
 ///   Errors   ValueError: num_ranks < 1, or the program can't be run
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
-                 const std::string& program = "/proc/self/exe");
+                 const std::string& program = kThisProgram);
 
 /// Leaves the text of a rank's error with the launcher, which says it once even if several ranks
 /// found it.

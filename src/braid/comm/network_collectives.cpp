@@ -12,53 +12,84 @@
 namespace braid::network {
 namespace {
 
-using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+/// The messages of one operation. What the process group throws becomes a DistBackendError that
+/// names the operation and, where it is known, the peer.
+class Messages {
+ public:
+  Messages(const Group& group, const char* op) : group_(group), op_(op) {}
 
-/// Runs f; what the process group throws becomes a DistBackendError that names the operation.
-template <class F>
-auto naming(const Group& group, const char* op, F&& f) {
-  const auto since = std::chrono::steady_clock::now();
-  try {
-    return f();
-  } catch (const c10::ValueError&) {
-    throw;
-  } catch (const std::exception& error) {
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
-    const auto* ours = dynamic_cast<const c10::Error*>(&error);
-    const std::string text = fmt::format(
-        "{}: group {} rank {}: {:.3f} s elapsed of at most {:.3f} s: {}", op, group.name(),
-        group.rank(), elapsed.count(), std::chrono::duration<double>(group.timeout()).count(),
-        ours != nullptr ? ours->what_without_backtrace() : error.what());
-    group.lost(text);
-    TORCH_CHECK_WITH(DistBackendError, false, text);
-    throw;
+  void send(const at::Tensor& x, int peer, int tag) {
+    if (x.numel() == 0) return;
+    add(
+        peer,
+        [&](c10d::Backend& backend, auto& tensors) { return backend.send(tensors, peer, tag); }, x);
   }
-}
+  void receive(const at::Tensor& x, int peer, int tag) {
+    if (x.numel() == 0) return;
+    add(
+        peer,
+        [&](c10d::Backend& backend, auto& tensors) { return backend.recv(tensors, peer, tag); }, x);
+  }
+  /// `start(backend, tensors)` starts a collective of the process group on x.
+  template <class Start>
+  void collective(Start&& start, const at::Tensor& x) {
+    add(kAll, std::forward<Start>(start), x);
+  }
 
-void wait_all(const Group& group, const char* op, const Works& works) {
-  const trace::Span span(trace::Kind::wait, "wait");
-  naming(group, op, [&] {
-    for (const auto& work : works) work->wait(group.timeout());
-  });
-}
+  void wait() const {
+    const trace::Span span(trace::Kind::wait, "wait");
+    for (const Message& message : messages_)
+      naming(message.peer, [&] { message.work->wait(group_.timeout()); });
+  }
 
-void send(const Group& group, Works& works, const at::Tensor& x, int peer, int tag) {
-  std::vector<at::Tensor> message{x};
-  works.push_back(group.backend().send(message, peer, tag));
-}
-void receive(const Group& group, Works& works, const at::Tensor& x, int peer, int tag) {
-  std::vector<at::Tensor> message{x};
-  works.push_back(group.backend().recv(message, peer, tag));
-}
+ private:
+  static constexpr int kAll = -1;
+  struct Message {
+    c10::intrusive_ptr<c10d::Work> work;
+    int peer;
+  };
+
+  template <class Start>
+  void add(int peer, Start&& start, const at::Tensor& x) {
+    std::vector<at::Tensor> tensors{x};
+    naming(peer, [&] { messages_.push_back({start(group_.backend(), tensors), peer}); });
+  }
+
+  template <class F>
+  void naming(int peer, F&& f) const {
+    const auto since = std::chrono::steady_clock::now();
+    try {
+      f();
+    } catch (const c10::ValueError&) {
+      throw;
+    } catch (const std::exception& error) {
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
+      const auto* known = dynamic_cast<const c10::Error*>(&error);
+      const std::string lost = peer == kAll ? "a peer" : fmt::format("rank {}", peer);
+      group_.fail(
+          lost,
+          fmt::format("{}: group {} rank {}: lost {}: {:.3f} s elapsed of at most {:.3f} s: {}",
+                      op_, group_.name(), group_.rank(), lost, elapsed.count(),
+                      std::chrono::duration<double>(group_.timeout()).count(),
+                      known != nullptr ? known->what_without_backtrace() : error.what()));
+    }
+  }
+
+  const Group& group_;
+  const char* op_;
+  std::vector<Message> messages_;
+};
 
 /// Rows of every rank's shard; checks that the rest of the shapes agree.
 std::vector<std::int64_t> exchange_rows(const Group& group, const at::Tensor& x) {
   at::Tensor mine =
       at::tensor({x.size(0), row_elements(x), static_cast<std::int64_t>(x.scalar_type())});
   at::Tensor all = at::empty({group.size() * 3}, at::kLong);
-  wait_all(
-      group, "all_gather",
-      {naming(group, "all_gather", [&] { return group.backend()._allgather_base(all, mine); })});
+  Messages messages(group, "all_gather");
+  messages.collective([&](c10d::Backend& backend,
+                          auto& tensors) { return backend._allgather_base(all, tensors[0]); },
+                      mine);
+  messages.wait();
   std::vector<std::int64_t> rows;
   for (int peer = 0; peer < group.size(); ++peer) {
     const auto* header = all.const_data_ptr<std::int64_t>() + 3 * peer;
@@ -80,24 +111,22 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   const int tag = group.next_tag();
   at::Tensor out =
       at::empty(with_rows(x_shard, std::reduce(rows.begin(), rows.end())), x_shard.options());
-  Works works;
-  naming(group, "all_gather", [&] {
-    std::int64_t begin = 0;
-    for (int peer = 0; peer < group.size(); ++peer) {
-      const std::int64_t n = rows[static_cast<std::size_t>(peer)];
-      const at::Tensor part = out.narrow(0, begin, n);
-      begin += n;
-      if (peer == group.rank()) {
-        const trace::Span span(trace::Kind::copy, "fetch");
-        part.copy_(x_shard);
-        continue;
-      }
-      if (x_shard.numel() > 0) send(group, works, x_shard, peer, tag);
-      if (part.numel() > 0) receive(group, works, part, peer, tag);
+  Messages messages(group, "all_gather");
+  std::int64_t begin = 0;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const std::int64_t n = rows[static_cast<std::size_t>(peer)];
+    const at::Tensor part = out.narrow(0, begin, n);
+    begin += n;
+    if (peer == group.rank()) {
+      const trace::Span span(trace::Kind::copy, "fetch");
+      part.copy_(x_shard);
+      continue;
     }
-  });
-  return Pending<at::Tensor>([&group, x_shard, out, works] {
-    wait_all(group, "all_gather", works);
+    messages.send(x_shard, peer, tag);
+    messages.receive(part, peer, tag);
+  }
+  return Pending<at::Tensor>([x_shard, out, messages] {
+    messages.wait();
     return out;
   });
 }
@@ -106,25 +135,23 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
                                          std::vector<std::int64_t> rows) {
   const auto own = static_cast<std::size_t>(group.rank());
   const int tag = group.next_tag();
-  Works works;
+  Messages messages(group, "reduce_scatter");
   std::vector<at::Tensor> parts(rows.size());  // of my rows, by rank
-  naming(group, "reduce_scatter", [&] {
-    std::int64_t begin = 0;
-    for (int peer = 0; peer < group.size(); ++peer) {
-      const auto p = static_cast<std::size_t>(peer);
-      const at::Tensor theirs = x.narrow(0, begin, rows[p]);
-      begin += rows[p];
-      if (peer == group.rank()) {
-        parts[p] = theirs;
-        continue;
-      }
-      parts[p] = at::empty(with_rows(x, rows[own]), x.options());
-      if (theirs.numel() > 0) send(group, works, theirs, peer, tag);
-      if (parts[p].numel() > 0) receive(group, works, parts[p], peer, tag);
+  std::int64_t begin = 0;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    const at::Tensor theirs = x.narrow(0, begin, rows[p]);
+    begin += rows[p];
+    if (peer == group.rank()) {
+      parts[p] = theirs;
+      continue;
     }
-  });
-  return Pending<at::Tensor>([&group, x, parts, works] {
-    wait_all(group, "reduce_scatter", works);
+    parts[p] = at::empty(with_rows(x, rows[own]), x.options());
+    messages.send(theirs, peer, tag);
+    messages.receive(parts[p], peer, tag);
+  }
+  return Pending<at::Tensor>([x, parts, messages] {
+    messages.wait();
     const trace::Span span(trace::Kind::copy, "reduce");
     at::Tensor sum = parts[0].to(sum_dtype(x.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
     for (std::size_t p = 1; p < parts.size(); ++p) sum.add_(parts[p]);
@@ -137,11 +164,12 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   at::Tensor sum = x.to(sum_dtype(x.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
   c10d::AllreduceOptions options;
   options.reduceOp = op == ReduceOp::max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-  std::vector<at::Tensor> message{sum};
-  Works works{
-      naming(group, "all_reduce", [&] { return group.backend().allreduce(message, options); })};
-  return Pending<at::Tensor>([&group, x, out, sum, works]() mutable {
-    wait_all(group, "all_reduce", works);
+  Messages messages(group, "all_reduce");
+  messages.collective(
+      [&](c10d::Backend& backend, auto& tensors) { return backend.allreduce(tensors, options); },
+      sum);
+  return Pending<at::Tensor>([x, out, sum, messages]() mutable {
+    messages.wait();
     if (!out.defined()) return sum.to(x.scalar_type());
     out.copy_(sum);
     return out;
@@ -154,42 +182,44 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   at::Tensor out =
       at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
   const int tag = group.next_tag();
-  Works works;
-  naming(group, "all_to_all", [&] {
-    std::int64_t from = 0, to = 0;
-    for (int peer = 0; peer < group.size(); ++peer) {
-      const auto p = static_cast<std::size_t>(peer);
-      const at::Tensor theirs = x.narrow(0, from, send_rows[p]);
-      const at::Tensor mine = out.narrow(0, to, recv_rows[p]);
-      from += send_rows[p];
-      to += recv_rows[p];
-      if (peer == group.rank()) {
-        mine.copy_(theirs);
-        continue;
-      }
-      if (theirs.numel() > 0) send(group, works, theirs, peer, tag);
-      if (mine.numel() > 0) receive(group, works, mine, peer, tag);
+  Messages messages(group, "all_to_all");
+  std::int64_t from = 0, to = 0;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    const at::Tensor theirs = x.narrow(0, from, send_rows[p]);
+    const at::Tensor mine = out.narrow(0, to, recv_rows[p]);
+    from += send_rows[p];
+    to += recv_rows[p];
+    if (peer == group.rank()) {
+      mine.copy_(theirs);
+      continue;
     }
-  });
-  return Pending<at::Tensor>([&group, x, out, works] {
-    wait_all(group, "all_to_all", works);
+    messages.send(theirs, peer, tag);
+    messages.receive(mine, peer, tag);
+  }
+  return Pending<at::Tensor>([x, out, messages] {
+    messages.wait();
     return out;
   });
 }
 
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
   at::Tensor out = x.clone();
-  std::vector<at::Tensor> message{out};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  wait_all(
-      group, "broadcast",
-      {naming(group, "broadcast", [&] { return group.backend().broadcast(message, options); })});
+  Messages messages(group, "broadcast");
+  messages.collective(
+      [&](c10d::Backend& backend, auto& tensors) { return backend.broadcast(tensors, options); },
+      out);
+  messages.wait();
   return out;
 }
 
 void barrier(const Group& group) {
-  wait_all(group, "barrier", {naming(group, "barrier", [&] { return group.backend().barrier(); })});
+  Messages messages(group, "barrier");
+  messages.collective([](c10d::Backend& backend, auto&) { return backend.barrier(); },
+                      at::Tensor());
+  messages.wait();
 }
 
 }  // namespace braid::network

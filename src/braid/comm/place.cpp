@@ -60,7 +60,8 @@ void fill_torchrun(Place& place) {
   place.local_rank = required("LOCAL_RANK", because);
   place.local_world_size = required("LOCAL_WORLD_SIZE", because);
   place.store_hosted = text_of("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  place.launched = text_of("BRAID_LAUNCHED") == "1";
+  place.launched = !text_of("BRAID_LAUNCHED").empty();
+  place.launched_by_itself = text_of("BRAID_LAUNCHED") == "self";
   place.run = text_of("TORCHELASTIC_RUN_ID");
   const bool meets = place.world_size > 1 || place.store_hosted;
   if (meets) required("MASTER_PORT", "WORLD_SIZE");

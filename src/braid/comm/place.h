@@ -17,6 +17,7 @@ struct Place {
   bool store_hosted =
       false;              // by launch_ranks or torchrun's agent; otherwise rank 0 hosts the store
   bool launched = false;  // by launch_ranks
+  bool launched_by_itself = false;  // by this program, with the same command line
   std::string source;  // "torchrun" (launch_ranks too), "Slurm", "Open MPI"; empty: none, one rank
   std::string run;     // what tells this run from others that could meet at the same address
 };

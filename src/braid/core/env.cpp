@@ -23,10 +23,11 @@ T number(const char* name, T fallback, T least) {
 
 Env read() {
   Env e;
-  e.timeout = std::chrono::milliseconds(
-      static_cast<int64_t>(1000 * number<double>("BRAID_TIMEOUT_S", 300, 0.001)));
+  const double timeout_s = number<double>("BRAID_TIMEOUT_S", 300, 0.001);
+  BRAID_CHECK(timeout_s <= 1e6, "BRAID_TIMEOUT_S is ", timeout_s, ", expected at most 1e6");
+  e.timeout = std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout_s));
   e.shared_memory = number<int>("BRAID_SHARED_MEMORY", 1, 0) != 0;
-  e.slot_bytes = number<std::size_t>("BRAID_SLOT_BYTES", e.slot_bytes, 4096);
+  e.slot_bytes = number<std::size_t>("BRAID_SLOT_BYTES", e.slot_bytes, 4096) / 4096 * 4096;
   e.spin = number<int>("BRAID_SPIN", e.spin, 0);
   if (const char* text = std::getenv("BRAID_INTERFACE")) e.interface = text;
   return e;

@@ -12,8 +12,8 @@ struct Env {
   std::chrono::milliseconds timeout{300'000};
   /// BRAID_SHARED_MEMORY (1): 0 sends everything through the process group, even inside a host.
   bool shared_memory = true;
-  /// BRAID_SLOT_BYTES (16 GiB): address space reserved per operation in flight; pages appear on
-  /// first touch.
+  /// BRAID_SLOT_BYTES (16 GiB): the most that an operation in flight can hold, in whole pages.
+  /// Address space only; memory is taken when it is first needed.
   std::size_t slot_bytes = std::size_t{16} << 30;
   /// BRAID_SPIN (2000): polls of a flag before the waiter sleeps; 0 always sleeps.
   int spin = 2000;
