@@ -36,6 +36,7 @@ test-asan: setup  ## the tests of core, comm and ops under AddressSanitizer
 	@ctest --test-dir build-asan --output-on-failure
 
 bench: build  ## the standing measurements, into bench/results
+	@tools/setup.sh test
 	@bench/run.sh
 
 lint: setup  ## format the sources and check the habits

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The standing measurements: the collective matmuls at their shapes, and a training step; JSON lines, and a table of them.
+# The standing measurements: the collective matmuls at their shapes, a training step, and transformers beside it; JSON lines, and a table of them.
 # Usage: bench/run.sh [FOLDER [ROUNDS]]     FOLDER: where the results go (bench/results)
 #                                           ROUNDS: of each case of the ops (21); a third as many steps, in 3 repeats
 set -euo pipefail
@@ -47,6 +47,11 @@ for repeat in 1 2 3; do
   measure "${step[@]}" "${split[@]}" --use-coc --coc-parallel-num 4
   measure "${step[@]}" "${split[@]}" --use-coc --coc-fused-kernel
 done
+finish
+
+begin transformers
+echo "bench/transformers_step.py" >&2
+.venv/bin/python bench/transformers_step.py 3 >>"$out.new"
 finish
 
 python3 bench/summary.py "${results[@]}"

@@ -54,6 +54,10 @@ def main():
             ops_table(ops)
         if steps:
             step_table(steps)
+        for case in cases:
+            if "transformers_step_s" in case:
+                table(["a step on one core", "ms"], [[name, f"{1e3 * case[name + '_step_s']:.0f}"]
+                                                     for name in ("braid", "transformers")])
 
 
 main()

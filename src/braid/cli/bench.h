@@ -20,10 +20,13 @@ struct Candidate {
   std::function<void()> run;
 };
 
-/// Runs all candidates `rounds` times in turn, after one round to warm up, from a barrier each time.
-///   Order  collective   Gives  a time for each candidate, the same on all ranks
+/// Runs all candidates `rounds` times, after one round to warm up, from a barrier each time; in
+/// every round in another order, so that none always finds the caches that the same one left.
+///   calls  of a candidate in a row, for those that are too short to be timed alone
+///   Order  collective
+///   Gives  the time of one call of each candidate, the same on all ranks
 std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
-                                     int rounds);
+                                     int rounds, int calls = 1);
 
 struct OpCase {
   std::string op;  // all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce

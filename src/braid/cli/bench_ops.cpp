@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <random>
 
 #include "braid/cli/bench.h"
 #include "braid/comm/collectives.h"
@@ -48,6 +51,9 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape).to(dtype);
 }
 
+/// What is timed at once takes about this long or longer, seconds.
+constexpr double kShortest = 5e-3;
+
 /// As --dtype has it.
 const char* name_of(at::ScalarType dtype) {
   return dtype == at::kFloat ? "f32" : dtype == at::kHalf ? "fp16" : "bf16";
@@ -67,16 +73,20 @@ nlohmann::json as_json(const OpCase& c, int ranks, const std::vector<Candidate>&
 }  // namespace
 
 std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
-                                     int rounds) {
+                                     int rounds, int calls) {
   const auto num = static_cast<std::int64_t>(candidates.size());
   at::Tensor seconds = at::zeros({num, rounds}, at::kDouble);
+  std::vector<std::int64_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 same_on_all_ranks(1);
   for (int round = -1; round < rounds; ++round) {
-    for (std::int64_t c = 0; c < num; ++c) {
+    std::shuffle(order.begin(), order.end(), same_on_all_ranks);
+    for (const std::int64_t c : order) {
       barrier(group);
       const auto begin = std::chrono::steady_clock::now();
-      candidates[static_cast<std::size_t>(c)].run();
+      for (int call = 0; call < calls; ++call) candidates[static_cast<std::size_t>(c)].run();
       const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      if (round >= 0) seconds[c][round] = elapsed.count();
+      if (round >= 0) seconds[c][round] = elapsed.count() / calls;
     }
   }
   const at::Tensor medians =
@@ -154,7 +164,9 @@ void bench_op(const OpCase& c, const Place& place) {
     candidates.push_back({"serial_gloo", c10d_serial});
     candidates.push_back({"comm_gloo", c10d_alone});
   }
-  const std::vector<double> times = time_interleaved(*group, candidates, c.rounds);
+  const double gemm_alone = time_interleaved(*group, {candidates[0]}, 3)[0];
+  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 50.0)));
+  const std::vector<double> times = time_interleaved(*group, candidates, c.rounds, calls);
   if (place.rank != 0) return;
 
   const auto time_of = [&](const std::string& name) {
