@@ -43,6 +43,7 @@ step=(build/braid bench step --num-layers 4 --hidden-size 512 --ffn-hidden-size 
 split=(--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel)
 for repeat in 1 2 3; do
   measure taskset -c "$first_core" "${step[@]}"
+  measure env BRAID_SHARED_MEMORY=0 "${step[@]}" "${split[@]}"
   measure "${step[@]}" "${split[@]}"
   measure "${step[@]}" "${split[@]}" --use-coc --coc-parallel-num 4
   measure "${step[@]}" "${split[@]}" --use-coc --coc-fused-kernel

@@ -29,7 +29,8 @@ def ops_table(cases):
 def step_table(cases):
     repeats = {}
     for case in cases:
-        repeats.setdefault((case["tensor_model_parallel_size"], case["mode"]), []).append(case)
+        mode = case["mode"] if case["shared_memory"] else case["mode"] + ", process group"
+        repeats.setdefault((case["tensor_model_parallel_size"], mode), []).append(case)
 
     def median(key, name):
         return statistics.median(case[name] for case in repeats[key])

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # Every room includes only itself and rooms before it.
-rooms=(core comm ops pipeline layers train cli)
+rooms=(core comm ops layers train cli)
 max_lines=500
 max_columns=120  # of comments; code is at 100
 
@@ -47,4 +47,5 @@ for ((i = 0; i < ${#rooms[@]}; i++)); do
   done < <(printf '%s\n' "${sources[@]}" | { grep "^src/braid/${rooms[i]}/" || true; } | xargs -r grep -nHE "$pattern" || true)
 done
 
+[ $failed = 0 ] && echo "lint: ok"
 exit $failed

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 
@@ -66,6 +67,36 @@ TEST(Program, RanksSayACallersErrorOnce) {
   // Both ranks are programs whose own command line is wrong.
   expect_refused("launch --nproc 2 -- '" BRAID_PROGRAM "' launch --nproc -3 -- true",
                  "--nproc is -3");
+}
+
+TEST(Program, BenchOpsOfAnyShape) {
+  for (const std::string op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}) {
+    for (const std::string shape : {"--m 1 --n 2 --k 2", "--m 33 --n 5 --k 7"}) {
+      const auto [code, output] =
+          braid("bench ops --json --rounds 1 --dtype bf16 --op " + op + " " + shape);
+      EXPECT_EQ(code, 0) << output;
+      const auto line = nlohmann::json::parse(output);
+      EXPECT_EQ(line["ranks"], 2);
+      EXPECT_GT(line["fused_s"], 0);
+      EXPECT_EQ(line["serial"], "serial_p2p");
+    }
+  }
+  expect_refused("bench ops --op matmul_all_reduce --m 4 --n 4 --k 1", "--k 1");
+  expect_refused("bench ops --op matmul_all_reduce --m 0 --n 4 --k 1", "--m: Value 0 not in range");
+}
+
+TEST(Program, BenchStep) {
+  const auto [code, output] = braid(
+      "bench step --json --nproc 2 --tensor-model-parallel-size 2 --use-coc --coc-fused-kernel "
+      "--bf16 "
+      "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size "
+      "1 "
+      "--lr 1e-3 --train-iters 2");
+  EXPECT_EQ(code, 0) << output;
+  const auto line = nlohmann::json::parse(output);
+  EXPECT_EQ(line["mode"], "fused");
+  EXPECT_GT(line["step_s"], 0);
+  EXPECT_GT(line["no_comm_step_s"], 0);
 }
 
 }  // namespace

@@ -192,6 +192,25 @@ TEST_F(TrainFaults, FullDiskLeavesTheLastCheckpoint) {
   EXPECT_EQ(folder_.metrics().size(), 10u);
 }
 
+TEST_F(TrainFaults, AReaderThatGoesEndsNothing) {
+  Words words = test::TrainFolder::train(kFused);
+  std::string line = std::string(BRAID_PROGRAM) + " --log-interval 1 | head -1";
+  std::string arguments;
+  for (const auto& word : words) arguments += " " + word;
+  line.insert(line.find(" --log"), arguments);
+  line = "cd " + folder_.path().string() + "; set -o pipefail; " + line;
+  const std::vector<std::string> shell{"bash", "-c", line};
+  std::vector<char*> argv;
+  for (const auto& word : shell) argv.push_back(const_cast<char*>(word.c_str()));
+  argv.push_back(nullptr);
+  const pid_t pid = ::fork();
+  if (pid == 0) ::execvp(argv[0], argv.data());
+  int status = -1;
+  ::waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(folder_.metrics().size(), 10u);
+}
+
 TEST_F(TrainFaults, ATraceThatCantBeWrittenEndsNothing) {
   Words words = kFused;
   words.insert(words.end(), {"--trace", "/dev/full"});

@@ -122,6 +122,9 @@ TEST_F(TrainInput, Flags) {
       {{"words.txt"}, {"unexpected argument 'words.txt'"}},
       {{"--use-coc=maybe"}, {"--use-coc", "maybe"}},
       {{"--seq-length"}, {"--seq-length"}},
+      {{"--save=", "--seed", "1"}, {"--save=", "no value"}},
+      {{"--nproc", "4294967296"}, {"--nproc is '4294967296'", "below 4096"}},
+      {{"--num-layers", "2147483646"}, {"--num-layers 2147483646", "GB"}},
   });
   expect_refused(folder_.path(), {"train"}, {"--num-layers", "--data-path", "--lr"});
   expect_refused(folder_.path(), {"train", "--nproc", "2"},
@@ -241,6 +244,7 @@ TEST_F(TrainInput, Data) {
 
 TEST_F(TrainInput, OutputFolders) {
   folder_.write("a_file", "kept");
+  folder_.write("old/metrics.jsonl", "{}");
   folder_.write("pretrained/model.safetensors", "kept");
   folder_.write("taken/metrics.jsonl/x", "kept");
   fs::create_directories(folder_ / "locked");
@@ -253,6 +257,10 @@ TEST_F(TrainInput, OutputFolders) {
       {{"--save", "pretrained"}, {"pretrained/model.safetensors", "overwritten"}},
       {{"--trace", "pretrained"}, {"--trace pretrained", "is a folder"}},
       {{"--trace", "a_file/x.json"}, {"--trace", "a_file is not a folder"}},
+      {{"--trace", "words.txt"}, {"--trace words.txt", "is a file, and no trace"}},
+      {{"--trace", "runs/train/metrics.jsonl"}, {"--trace", "metrics file of --output-dir"}},
+      {{"--data-path", "old/metrics.jsonl", "--output-dir", "old"},
+       {"--data-path old/metrics.jsonl", "which the run writes"}},
   });
   refuse({"--output-dir", "locked/run"}, {"--output-dir locked/run", "no permission"},
          respect_permissions);
@@ -330,7 +338,34 @@ TEST_F(TrainInput, Checkpoints) {
   other_model({"--untie-embeddings-and-output-weights"},
               {"--untie-embeddings-and-output-weights is on", "tie_word_embeddings true"});
 
-  // Ranks that another launcher has started check for themselves.
+  // Ranks that another launcher has started check for themselves, and compare their flags.
+  test::Program different(folder_.path(),
+                          {"launch",
+                           "--nproc",
+                           "2",
+                           "--",
+                           "sh",
+                           "-c",
+                           "exec \"$0\" \"$@\" --lr 1e-$RANK --output-dir different",
+                           BRAID_PROGRAM,
+                           "train",
+                           "--num-layers",
+                           "2",
+                           "--hidden-size",
+                           "64",
+                           "--num-attention-heads",
+                           "4",
+                           "--seq-length",
+                           "32",
+                           "--micro-batch-size",
+                           "2",
+                           "--train-iters",
+                           "1",
+                           "--data-path",
+                           "words.txt"});
+  EXPECT_EQ(different.wait(), 2);
+  EXPECT_EQ(different.error(), "braid: error: --lr of rank 0 is 1.0, of rank 1 0.1\n");
+  EXPECT_FALSE(fs::exists(folder_ / "different"));
   test::Words words{"launch", "--nproc", "2", "--", BRAID_PROGRAM};
   const auto train =
       test::TrainFolder::train({"--load", "good/checkpoint", "--norm-epsilon", "1e-3"});

@@ -150,7 +150,7 @@ TEST(Resume, AtAnotherDegreeTheLossesGoOn) {
   }
 }
 
-// Settings that change the order of the data are allowed, and said.
+// Settings that change the order of the data or the learning rates are allowed, and said.
 TEST(Resume, OtherDataIsSaid) {
   const TrainFolder folder;
   folder.run(Words{"--train-iters", "1"});
@@ -159,6 +159,9 @@ TEST(Resume, OtherDataIsSaid) {
                                             "--global-batch-size", "2"}));
   EXPECT_EQ(program.wait(), 0) << program.error();
   EXPECT_NE(program.error().find("--seed is 5, the checkpoint's is 1234"), std::string::npos)
+      << program.error();
+  EXPECT_NE(program.error().find("--lr-decay-iters is 10, the checkpoint's is 1"),
+            std::string::npos)
       << program.error();
   EXPECT_NE(program.error().find("--global-batch-size is 2, the checkpoint's is 4"),
             std::string::npos)

@@ -37,6 +37,14 @@ std::vector<Case> cases() {
          (void)all_reduce(g, ones(2, 2, other ? at::kInt : at::kFloat));
        },
        "disagree in dtype: Float and Int"},
+      {"rows_of_ranks",
+       [=](const Group& g, bool other) {
+         const std::int64_t mine = g.rank() == 0 ? 5 : 4;
+         auto rows = std::vector<std::int64_t>{5, 4, 4};
+         if (other) rows[g.rank() == 2 ? 0 : 2] = 9;
+         (void)all_gather(g, ones(mine, 2), rows);
+       },
+       "disagree in all ranks' rows"},
       {"columns", [=](const Group& g, bool other) { (void)all_gather(g, ones(2, other ? 3 : 2)); },
        "disagree in n: 2 and 3"},
       {"rows", [=](const Group& g, bool other) { (void)reduce_scatter(g, ones(other ? 4 : 5, 2)); },

@@ -210,6 +210,24 @@ TEST(ParallelLinear, HalfTypesIntoMainGradient) {
   }
 }
 
+/// More chunks than rows, and than operations can be in flight: backward has two streams at once.
+TEST(ParallelLinear, ManyChunks) {
+  for (const int num_chunks : {64, 5000}) {
+    run_ranks(2, [&](const std::shared_ptr<Group>& group) {
+      const std::int64_t t = 300, k = 4, n = 6;
+      LinearOptions options{group, true, {Mode::chunked, num_chunks}, false, {}, t};
+      const auto x = leaf(part_of(rank_values(0, {t, k}), 0, group->rank(), 2));
+      const auto w = leaf(part_of(rank_values(1, {n, k}), 0, group->rank(), 2));
+      const auto y = column_parallel_linear(x, w, {}, options);
+      y.backward(at::ones_like(y));
+      const auto dw = at::mm(at::ones({n / 2, t}), rank_values(0, {t, k}));
+      expect_close(w.grad(), dw, kTolerance, "dw");
+      const auto dx = at::mm(at::ones({t, n}), rank_values(1, {n, k}));
+      expect_close(x.grad(), part_of(dx, 0, group->rank(), 2), kTolerance, "dx");
+    });
+  }
+}
+
 TEST(ParallelLinear, AddsToTheMainGradientAtEveryUse) {
   const auto w = leaf(rank_values(0, {3, 4}));
   LinearOptions options;

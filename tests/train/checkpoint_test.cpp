@@ -200,6 +200,9 @@ TEST(Checkpoint, DamagedFoldersAreOneErrorNamingTheFile) {
     EXPECT_THAT(result, HasSubstr(path));
     return result;
   };
+  fs::remove(dir / "latest_checkpointed_iteration.txt");  // its save was killed just before
+  EXPECT_EQ(Checkpoint(dir.path()).state()->iteration, 20);
+  test::write_text(dir / "latest_checkpointed_iteration.txt", "20\n");
   const std::string pointer = dir / "latest_checkpointed_iteration.txt",
                     state = folder + "/trainer_state.json";
   EXPECT_THAT(damage(pointer, "release"), HasSubstr("does not hold an iteration"));

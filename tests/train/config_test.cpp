@@ -131,7 +131,7 @@ TEST_F(Config, BareTraceGoesToTheOutputFolder) {
 
 TEST_F(Config, WrongValuesNameTheFlagAndTheValue) {
   EXPECT_EQ(parse_error({"--num-layers", "abc"}),
-            "--num-layers is 'abc', expected an integer at least 1 and below 1000000000000");
+            "--num-layers is 'abc', expected an integer at least 1 and below 2147483647");
   EXPECT_THAT(parse_error({"--num-layers", "4.5"}), HasSubstr("--num-layers is '4.5'"));
   EXPECT_THAT(parse_error({"--num-layers", "0"}), HasSubstr("--num-layers is '0'"));
   EXPECT_THAT(parse_error({"--num-layers", "-3"}), HasSubstr("--num-layers is '-3'"));

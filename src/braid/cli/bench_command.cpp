@@ -1,6 +1,7 @@
 // braid bench: measures operations and training steps.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -15,7 +16,7 @@ void add_bench_ops(CLI::App& bench, Body& body) {
   struct Flags {
     OpCase shape;
     std::string dtype = "f32";
-    int nproc = 0;
+    int nproc = 0;  // not given
   };
   static const std::map<std::string, at::ScalarType> kDtypes{
       {"f32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
@@ -26,28 +27,32 @@ void add_bench_ops(CLI::App& bench, Body& body) {
       ->check(CLI::IsMember({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}));
   ops->add_option("--m", flags->shape.m, "rows of the whole product")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
   ops->add_option("--n", flags->shape.n, "columns of the whole product")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
   ops->add_option("--k", flags->shape.k, "inner dimension of the whole product")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
   ops->add_option("--dtype", flags->dtype)
       ->check(CLI::IsMember({"f32", "bf16", "fp16"}))
       ->capture_default_str();
-  ops->add_option("--nproc", flags->nproc, "ranks to start on this host")
-      ->check(CLI::PositiveNumber);
+  ops->add_option("--nproc", flags->nproc, "ranks to start on this host (2)")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
   ops->add_option("--rounds", flags->shape.rounds = 21, "interleaved rounds")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}))
+      ->capture_default_str();
   ops->add_flag("--json", flags->shape.json, "one JSON line");
   ops->callback([flags, &body] {
     body = [flags] {
       flags->shape.dtype = kDtypes.at(flags->dtype);
       const Place place = place_from_environment();
+      if (place.source.empty() && flags->nproc == 0) flags->nproc = 2;
       const int ranks = place.source.empty() ? flags->nproc : place.world_size;
       BRAID_CHECK(ranks >= 2, "--nproc is ", ranks,
                   ", at least 2 ranks have something to communicate");
+      BRAID_CHECK(std::min(flags->shape.n, flags->shape.k) >= ranks, "--n is ", flags->shape.n,
+                  " and --k ", flags->shape.k, ", at least --nproc ", ranks, " are needed");
       if (const auto code =
               run_on_ranks(flags->nproc > 0 ? std::optional(flags->nproc) : std::nullopt))
         return *code;

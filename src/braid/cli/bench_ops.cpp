@@ -17,20 +17,22 @@
 namespace braid::cli {
 namespace {
 
-using Op = at::Tensor (*)(const Group&, const at::Tensor&, const at::Tensor&, const MatmulOptions&);
+/// rows: of all ranks' shards, for what gathers.
+using Op = at::Tensor (*)(const Group&, const at::Tensor&, const at::Tensor&, const MatmulOptions&,
+                          const std::vector<std::int64_t>& rows);
 
 at::Tensor run_all_gather_matmul(const Group& group, const at::Tensor& x, const at::Tensor& w,
-                                 const MatmulOptions& options) {
-  return all_gather_matmul(
-      group, x, w, {}, options,
-      std::vector<std::int64_t>(static_cast<std::size_t>(group.size()), x.size(0)));
+                                 const MatmulOptions& options,
+                                 const std::vector<std::int64_t>& rows) {
+  return all_gather_matmul(group, x, w, {}, options, rows);
 }
 at::Tensor run_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& w,
-                                     const MatmulOptions& options) {
+                                     const MatmulOptions& options,
+                                     const std::vector<std::int64_t>&) {
   return matmul_reduce_scatter(group, x, w, {}, options);
 }
 at::Tensor run_matmul_all_reduce(const Group& group, const at::Tensor& x, const at::Tensor& w,
-                                 const MatmulOptions& options) {
+                                 const MatmulOptions& options, const std::vector<std::int64_t>&) {
   return matmul_all_reduce(group, x, w, {}, options);
 }
 
@@ -60,13 +62,15 @@ const char* name_of(at::ScalarType dtype) {
 }
 
 nlohmann::json as_json(const OpCase& c, int ranks, const std::vector<Candidate>& candidates,
-                       const std::vector<double>& times, double fused_per_gemm, double efficiency) {
+                       const std::vector<double>& times, double fused_per_gemm, double efficiency,
+                       const char* serial) {
   nlohmann::json line{
       {"op", c.op},    {"m", c.m}, {"n", c.n}, {"k", c.k}, {"dtype", name_of(c.dtype)},
       {"ranks", ranks}};
   for (std::size_t i = 0; i < candidates.size(); ++i) line[candidates[i].name + "_s"] = times[i];
   line["fused_per_gemm"] = fused_per_gemm;
   line["overlap_efficiency"] = efficiency;
+  line["serial"] = serial;  // what the efficiency is against
   return line;
 }
 
@@ -103,6 +107,7 @@ void bench_op(const OpCase& c, const Place& place) {
   no_memory.shared_memory = false;
   const auto gloo = Group::create(store, "gloo", place.rank, ranks, no_memory);
   const Op op = kOps.at(c.op);
+  const std::vector<std::int64_t> rows = split_rows(c.m, ranks);
   const bool gathers = c.op == "all_gather_matmul";
 
   const auto share = [&](std::int64_t whole) {
@@ -148,7 +153,7 @@ void bench_op(const OpCase& c, const Place& place) {
       (void)all_reduce(over, partial);
   };
   const auto in_mode = [&](const std::shared_ptr<Group>& over, MatmulOptions options) {
-    return [&, over, options] { (void)op(*over, x, w, options); };
+    return [&, over, options] { (void)op(*over, x, w, options, rows); };
   };
   std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
                                     {"fused", in_mode(group, {Mode::fused})},
@@ -174,22 +179,27 @@ void bench_op(const OpCase& c, const Place& place) {
                                     [&](const auto& x2) { return x2.name == name; });
     return times[static_cast<std::size_t>(found - candidates.begin())];
   };
-  const double gemm = time_of("gemm"), serial = time_of(even ? "serial_gloo" : "serial_p2p");
+  const char* baseline = even ? "serial_gloo" : "serial_p2p";
+  const double gemm = time_of("gemm"), serial = time_of(baseline);
   const auto efficiency = [&](double t) { return 1 - (t - gemm) / (serial - gemm); };
   if (c.json) {
     fmt::print("{}\n", as_json(c, ranks, candidates, times, time_of("fused") / gemm,
-                               efficiency(time_of("fused")))
+                               efficiency(time_of("fused")), baseline)
                            .dump());
     return;
   }
-  fmt::print("{} m {} n {} k {} {}, {} ranks, median of {} rounds\n", c.op, c.m, c.n, c.k,
-             name_of(c.dtype), ranks, c.rounds);
+  fmt::print("{} m {} n {} k {} {}, {} ranks, median of {} rounds; E against {}\n", c.op, c.m, c.n,
+             c.k, name_of(c.dtype), ranks, c.rounds, baseline);
   fmt::print("{:<12} {:>10} {:>8} {:>8}\n", "", "ms", "/ gemm", "E");
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const bool is_part = candidates[i].name == "gemm" || candidates[i].name.starts_with("comm");
     fmt::print("{:<12} {:>10.3f} {:>8.3f} {:>8}\n", candidates[i].name, 1e3 * times[i],
                times[i] / gemm, is_part ? "" : fmt::format("{:.3f}", efficiency(times[i])));
   }
+  fmt::print(
+      "gemm: this rank's matmul alone, uncut. comm: the collective alone. shm: over shared memory; "
+      "gloo: c10d's own\ncollective; p2p: braid's over c10d's messages. E: overlap efficiency, 1 - "
+      "(T - gemm) / (serial - gemm).\n");
 }
 
 }  // namespace braid::cli

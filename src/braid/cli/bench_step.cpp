@@ -85,6 +85,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
       {"tensor_model_parallel_size", config.tensor_model_parallel_size},
       {"sequence_parallel", config.sequence_parallel},
       {"mode", mode_of(config)},
+      {"shared_memory", mesh.world->memory() != nullptr},
       {"num_layers", config.num_layers},
       {"hidden_size", config.hidden_size},
       {"seq_length", config.seq_length},
@@ -97,12 +98,17 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
     line["no_comm_step_s"] = times[2];
     line["hidden_by_spans"] = by_spans;
     line["hidden_by_steps"] = by_steps;
+    line["shares_agree"] = std::abs(by_spans - by_steps) <= 0.05;
   }
   if (json) {
     fmt::print("{}\n", line.dump());
     return;
   }
-  for (const auto& [name, value] : line.items()) fmt::print("{:<28} {}\n", name, value.dump());
+  for (const auto& [name, value] : line.items())
+    fmt::print("{:<28} {}\n", name,
+               value.is_number_float() ? fmt::format("{:.4g}", value.get<double>())
+               : value.is_string()     ? value.get<std::string>()
+                                       : value.dump());
   fmt::print("{}", overlap_table(rows));
   if (stub && std::abs(by_spans - by_steps) > 0.05)
     fmt::print(

@@ -1,6 +1,7 @@
 // braid train: trains a decoder as the flags say.
 #include <fmt/format.h>
 
+#include <csignal>
 #include <memory>
 
 #include "braid/cli/commands.h"
@@ -31,6 +32,7 @@ void add_train(CLI::App& app, Body& body) {
         if (*code != 0) discard_partial_checkpoint(config.save);  // of a rank that was killed
         return *code;
       }
+      std::signal(SIGPIPE, SIG_IGN);  // a reader of the output that goes ends no run
       run_training(config, place);
       return 0;
     };

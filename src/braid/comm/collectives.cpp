@@ -96,6 +96,8 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   check_rows(group, "all_to_all", "send_rows", send_rows);
   check_rows(group, "all_to_all", "recv_rows", recv_rows);
   check_total("all_to_all: the sum of send_rows and the rows of x", send_rows, x);
+  const auto own = static_cast<std::size_t>(group.rank());
+  BRAID_CHECK_EQ(send_rows[own], recv_rows[own], "all_to_all: rows from this rank to itself");
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_to_all");
   return group.memory() != nullptr
@@ -108,6 +110,10 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
 at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
                       std::vector<std::int64_t> rows) {
   return start_all_gather(group, x_shard, std::move(rows)).wait();
+}
+std::vector<std::int64_t> all_gather_rows(const Group& group, std::int64_t rows) {
+  const at::Tensor all = all_gather(group, at::tensor({rows}, at::kLong));
+  return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + group.size()};
 }
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, std::vector<std::int64_t> rows) {
   return start_reduce_scatter(group, x, std::move(rows)).wait();

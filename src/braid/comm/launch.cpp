@@ -2,6 +2,7 @@
 #include "braid/comm/launch.h"
 
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -87,6 +88,20 @@ struct Rank {
            !(ending_with == SIGKILL && WTERMSIG(status) == SIGTERM);
   }
 };
+
+constexpr int kMostRanks = 4096;  // on a host
+
+/// Lifts this process's limit of open files, and so its ranks', as far as it may; what is short of a
+/// run's need is said before one starts.
+void allow_open_files() {
+  constexpr rlim_t kNeeded = 64;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+  BRAID_CHECK(limit.rlim_max >= kNeeded, "a process may open ", limit.rlim_max, " files, at least ",
+              kNeeded, " are needed. HINT: ulimit -n");
+}
 
 class Supervisor {
  public:
@@ -243,7 +258,9 @@ class Supervisor {
 
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
                  const std::string& program) {
-  BRAID_CHECK(num_ranks >= 1, "the number of ranks is ", num_ranks, ", expected at least 1");
+  BRAID_CHECK(num_ranks >= 1 && num_ranks <= kMostRanks, "the number of ranks is ", num_ranks,
+              ", expected 1 to ", kMostRanks);
+  allow_open_files();
   std::fflush(nullptr);
   Supervisor supervisor(num_ranks);
   HostedStore hosted;

@@ -36,7 +36,10 @@ class Messages {
     add(kAll, std::forward<Start>(start), x);
   }
 
+  const char* op() const { return op_; }
+
   void wait() const {
+    const trace::Operation operation(op_, trace::resumed);
     const trace::Span span(trace::Kind::wait, "wait");
     for (const Message& message : messages_)
       naming(message.peer, [&] { message.work->wait(group_.timeout()); });
@@ -151,6 +154,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
     messages.receive(parts[p], peer, tag);
   }
   return Pending<at::Tensor>([x, parts, messages] {
+    const trace::Operation operation(messages.op(), trace::resumed);
     messages.wait();
     const trace::Span span(trace::Kind::copy, "reduce");
     at::Tensor sum = parts[0].to(sum_dtype(x.scalar_type()), /*non_blocking=*/false, /*copy=*/true);

@@ -61,22 +61,16 @@ std::shared_ptr<SharedMemory::Lease> start(const Group& group, const Header& hea
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows) {
   Header header = make_header("all_gather", x_shard);
-  header.rows_agree = false;
+  header.set_rows_of_ranks(rows);
   auto lease = start(group, header, x_shard.nbytes());
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x_shard.sizes(), x_shard.scalar_type()),
                 x_shard);
   lease->publish(1);
-  return Pending<at::Tensor>([&group, x_shard, rows = std::move(rows), lease] {
-    const trace::Operation operation("all_gather");
+  return Pending<at::Tensor>([&group, x_shard, lease] {
+    const trace::Operation operation("all_gather", trace::resumed);
     lease->agree();
     std::int64_t total = 0;
-    for (int peer = 0; peer < group.size(); ++peer) {
-      const std::int64_t n = lease->header(peer).rows;
-      BRAID_CHECK(rows.empty() || rows[static_cast<std::size_t>(peer)] == n, "all_gather: rank ",
-                  peer, " of group ", group.name(), " has ", n, " rows, rank ", group.rank(),
-                  " expects ", rows[static_cast<std::size_t>(peer)]);
-      total += n;
-    }
+    for (int peer = 0; peer < group.size(); ++peer) total += lease->header(peer).rows;
     at::Tensor out = at::empty(with_rows(x_shard, total), x_shard.options());
     std::int64_t begin = 0;
     for (int peer = 0; peer < group.size(); ++peer) {
@@ -104,7 +98,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
   return Pending<at::Tensor>([&group, x, rows, lease] {
-    const trace::Operation operation("reduce_scatter");
+    const trace::Operation operation("reduce_scatter", trace::resumed);
     lease->agree();
     const auto rank = static_cast<std::size_t>(group.rank());
     const std::int64_t begin = first_row(rows, group.rank());
@@ -126,7 +120,7 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   store_to_slot(slot_tensor(*lease, group.rank(), 0, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
   return Pending<at::Tensor>([&group, x, op, out, one_shot, lease] {
-    const trace::Operation operation("all_reduce");
+    const trace::Operation operation("all_reduce", trace::resumed);
     lease->agree();
     const bool direct = out.defined() && out.is_contiguous();
     at::Tensor result = direct ? out : at::empty_like(x, at::MemoryFormat::Contiguous);
@@ -178,7 +172,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   store_to_slot(slot_tensor(*lease, group.rank(), table, x.sizes(), x.scalar_type()), x);
   lease->publish(1);
   return Pending<at::Tensor>([&group, x, recv_rows, row_bytes, table, size, lease] {
-    const trace::Operation operation("all_to_all");
+    const trace::Operation operation("all_to_all", trace::resumed);
     lease->agree();
     std::vector<std::vector<std::int64_t>> sent(size, std::vector<std::int64_t>(size));
     auto expected = sent;

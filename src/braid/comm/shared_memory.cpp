@@ -193,17 +193,24 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
   check_usable();
   const trace::Span span(trace::Kind::wait, "wait");
   if (flag.spin(at_least, spins_)) return;
-  const auto since = Clock::now();
+  Clock::duration elapsed{};
   Control& mine = control(rank_);
-  mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
-                                         regions_[static_cast<std::size_t>(peer)]->data());
-  mine.until = at_least;
-  mine.waits_for.store(1 + peer, std::memory_order_release);
+  const auto tell = [&] {
+    mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
+                                           regions_[static_cast<std::size_t>(peer)]->data());
+    mine.until = at_least;
+    mine.waits_for.store(1 + peer, std::memory_order_release);
+  };
+  tell();
   auto left = timeout_;
-  while (!flag.sleep(at_least, std::min(kSlice, left))) {
+  for (auto before = Clock::now(); !flag.sleep(at_least, std::min(kSlice, left));) {
+    const auto now = Clock::now();
+    elapsed +=
+        std::min<Clock::duration>(now - before, 5 * kSlice);  // more: this process was stopped
+    before = now;
     join_disagreements(op);
+    tell();  // again: joining waits, too
     const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
-    const auto elapsed = Clock::now() - since;
     left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
     if (!loss && left.count() > 0) continue;
     if (flag.reached(at_least)) break;  // what a rank did before it was lost counts

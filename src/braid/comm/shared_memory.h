@@ -25,6 +25,7 @@
 // that error again, not a hang.
 #pragma once
 
+#include <c10/util/hash.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -44,8 +45,8 @@ namespace braid {
 
 class Region;
 
-/// What the ranks must agree on before payload is touched. Written by its rank before flag `ready`
-/// shows the operation.
+/// What the ranks must agree on before payload is touched. Written by its rank before flag
+/// `published` shows the operation.
 struct Header {
   char op[32] = {};           // name of the operation
   std::int64_t dtype = 0;     // at::ScalarType
@@ -56,6 +57,12 @@ struct Header {
   bool rows_agree = true;  // rows must be the same on all ranks
   std::uint64_t slot = 0;  // where the payload lies in this region; filled in by start()
 
+  /// Rows differ by rank. What the caller knows of them, or nothing, must be the same on all ranks.
+  void set_rows_of_ranks(const std::vector<std::int64_t>& known) {
+    rows_agree = false;
+    set_variant("all ranks' rows (hash)",
+                known.empty() ? 0 : static_cast<std::int64_t>(c10::get_hash(known)));
+  }
   void set_variant(const char* what, std::int64_t value) {
     std::strncpy(variant_is, what, sizeof variant_is - 1);
     variant = value;
@@ -67,7 +74,7 @@ class SharedMemory {
   static constexpr int kInFlight = 16;  // operations that a rank may have started and not finished
   static constexpr int kKeptSlots = 8;  // at most, for results that stay where they were made
   static constexpr int kSlots = kInFlight + kKeptSlots;  // so that kept results refuse no operation
-  static constexpr int kEntries = 64;
+  static constexpr int kEntries = 128;
 
   /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
   /// a nonce read through the memory, not by names). Ranks that are threads of one process share

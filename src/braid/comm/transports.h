@@ -1,12 +1,12 @@
 // The collectives over each transport, as comm/collectives.h describes them; groups of more than
-// one, contiguous inputs.
+// one; over the process group inputs are contiguous.
 #pragma once
 
 #include "braid/comm/collectives.h"
 
 namespace braid {
 
-/// x as a tensor to add in: f32 for half types, else itself.
+/// The dtype that sums are made in: f32 for half types, else the same.
 inline at::ScalarType sum_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }
@@ -37,7 +37,7 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
 void barrier(const Group& group);
 }  // namespace shared
 
-// Over the process group: one hop, everything is posted at the start.
+// Over the process group. Everything is posted at the start; all but all_reduce takes one hop.
 namespace network {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows);

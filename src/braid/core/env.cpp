@@ -28,6 +28,8 @@ Env read() {
   e.timeout = std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout_s));
   e.shared_memory = number<int>("BRAID_SHARED_MEMORY", 1, 0) != 0;
   e.slot_bytes = number<std::size_t>("BRAID_SLOT_BYTES", e.slot_bytes, 4096) / 4096 * 4096;
+  BRAID_CHECK(e.slot_bytes <= std::size_t{1} << 40, "BRAID_SLOT_BYTES is ", e.slot_bytes,
+              ", expected at most 2^40");
   e.spin = number<int>("BRAID_SPIN", e.spin, 0);
   if (const char* text = std::getenv("BRAID_INTERFACE")) e.interface = text;
   return e;

@@ -40,10 +40,12 @@ std::int64_t now_ns() {
 
 }  // namespace
 
-Operation::Operation(const char* name) : outer_(recorder.op) {
-  if (outer_ != nullptr) return;
-  recorder.op = name;
-  ++recorder.of(name).calls;
+Operation::Operation(const char* name) : Operation(name, resumed) {
+  if (outer_ == nullptr) ++recorder.of(name).calls;
+}
+
+Operation::Operation(const char* name, Resumed) : outer_(recorder.op) {
+  if (outer_ == nullptr) recorder.op = name;
 }
 
 Operation::~Operation() { recorder.op = outer_; }

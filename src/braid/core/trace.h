@@ -45,11 +45,15 @@ struct Event {
   std::int64_t begin_ns, end_ns;  // steady clock
 };
 
+struct Resumed {};
+inline constexpr Resumed resumed;  // what was started before, so that it is one call
+
 /// Names the operation that the spans of this thread belong to, until destroyed; the outermost one
 /// wins.
 class Operation {
  public:
   explicit Operation(const char* name);
+  Operation(const char* name, Resumed);
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;

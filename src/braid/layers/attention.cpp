@@ -158,6 +158,8 @@ RotaryTable rotary_table(std::int64_t s, std::int64_t d, double base) {
 at::Tensor rotary_causal_attention(const at::Tensor& qkv, const RotaryTable& table,
                                    const AttentionShape& shape) {
   BRAID_CHECK_EQ(qkv.dim(), 2, "attention: dims of qkv");
+  BRAID_CHECK(shape.batch >= 1 && shape.num_query_groups >= 1, "attention: batch is ", shape.batch,
+              ", num_query_groups ", shape.num_query_groups, ", expected at least 1");
   BRAID_CHECK_EQ(qkv.size(1), (shape.num_heads + 2 * shape.num_query_groups) * shape.head_dim,
                  "attention: features of qkv and heads");
   BRAID_CHECK_EQ(qkv.size(0) % shape.batch, 0, "attention: rows of qkv modulo the batch and 0");

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -123,6 +124,18 @@ c10::intrusive_ptr<Saved> state_of(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Saved>(ctx->saved_data.at("state").toCapsule());
 }
 
+/// The ranks' rows of an input that is sharded by rows: they must be those of split_rows, as its
+/// gradient's will be.
+std::vector<std::int64_t> rows_of_ranks(const LinearOptions& options, const at::Tensor& rows) {
+  if (options.num_tokens >= 0) return split_rows(options.num_tokens, num_ranks(options));
+  const auto counts = all_gather_rows(*options.group, rows.size(0));
+  const auto total = std::reduce(counts.begin(), counts.end());
+  const auto even = split_rows(total, num_ranks(options));
+  BRAID_CHECK_EQ(at::IntArrayRef(counts), at::IntArrayRef(even),
+                 "column_parallel_linear: rows of the ranks and their even split");
+  return counts;
+}
+
 struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& optional_bias,
@@ -134,17 +147,13 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     if (num_ranks(options) == 1 || !options.sequence_parallel) {
       y = plain_linear(rows, weight, bias);
     } else {
-      std::vector<std::int64_t> counts;
-      if (options.num_tokens >= 0) counts = split_rows(options.num_tokens, num_ranks(options));
+      const std::vector<std::int64_t> counts = rows_of_ranks(options, rows);
       if (options.keep_gathered && needs_dw) {
         std::tie(y, rows) = gathered(options, rows, weight, bias, counts);
         saved->x_is_gathered = true;
       } else {
         y = all_gather_matmul(*options.group, rows, weight, bias, options.matmul, counts);
       }
-      const auto own_rows = split_rows(y.size(0), num_ranks(options)).at(options.group->rank());
-      BRAID_CHECK_EQ(num_rows(x.sizes()), own_rows,
-                     "column_parallel_linear: rows of this rank and its part of the gathered rows");
     }
     save(ctx, needs_dw ? rows : at::Tensor(), weight, saved);
     return shaped_like(y, saved->x_sizes);

@@ -28,7 +28,7 @@ struct LinearOptions {
   bool keep_gathered = false;
   // f32, the weight's shape: takes dW by addition, and no gradient is returned for the weight.
   at::Tensor main_grad;
-  // t where known: column with sequence parallelism then sends no row counts.
+  // t where known: column with sequence parallelism else exchanges row counts first.
   std::int64_t num_tokens = -1;
 };
 
@@ -41,7 +41,7 @@ struct LinearOptions {
 ///   Grad b  column sums of dy
 ///   Saved   x (or the gathered x), weight
 ///   Errors  ValueError before any message: ranks, shapes or dtypes of x, weight, bias, main_grad
-///           don't fit
+///           don't fit. On all ranks: num_tokens is not given and the ranks' rows are not split_rows
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                   const at::Tensor& bias, const LinearOptions& options);
 

@@ -38,23 +38,20 @@ std::int64_t whole_features(const Group& group, std::int64_t share, const Matmul
   return options.whole_features > 0 ? options.whole_features : share * group.size();
 }
 
+std::int64_t total(const std::vector<std::int64_t>& rows) {
+  return std::reduce(rows.begin(), rows.end());
+}
+
 /// How a gathering operation runs; fills in rows (of every rank) where choosing needs them.
 int choose_gather(const Group& group, const char* op, const at::Tensor& x_shard, std::int64_t n,
                   const MatmulOptions& options, std::vector<std::int64_t>& rows,
                   const std::function<void(int)>& trial) {
-  if (options.mode == Mode::automatic && rows.empty()) {
-    const at::Tensor all = all_gather(group, at::tensor({x_shard.size(0)}, at::kLong));
-    rows.assign(all.const_data_ptr<std::int64_t>(),
-                all.const_data_ptr<std::int64_t>() + all.numel());
-  }
-  const std::int64_t m = std::reduce(rows.begin(), rows.end());
+  if (options.mode == Mode::automatic && rows.empty())
+    rows = all_gather_rows(group, x_shard.size(0));
+  const std::int64_t m = total(rows);
   return tuner::choose(
       group, {op, m, whole_features(group, n, options), x_shard.size(1), x_shard.scalar_type()},
       options, trial);
-}
-
-std::int64_t total(const std::vector<std::int64_t>& rows) {
-  return std::reduce(rows.begin(), rows.end());
 }
 
 /// Rows of `rows` ranks of a shard with leading dims [t_r, ...] as rows of the flattened shard.
@@ -211,11 +208,11 @@ Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
       add_gathered(*make_gather_stream(group, kOp, x, num_chunks, rows), dy_rows,
                    at::empty(dw.sizes(), sum_dtype(dw.scalar_type())), false);
     };
-    stream = make_gather_stream(
-        group, kOp, x, choose_gather(group, kOp, x, dy_rows.size(1), options, rows, trial), rows);
+    const int num_chunks = choose_gather(group, kOp, x, dy_rows.size(1), options, rows, trial);
+    stream = make_gather_stream(group, kOp, x, num_chunks, rows);
   }
   return Pending<void>([stream, dy_rows, x, target = dw, accumulate]() mutable {
-    const trace::Operation finishing(kOp);
+    const trace::Operation finishing(kOp, trace::resumed);
     through_sum_dtype(target, accumulate, [&](at::Tensor sum, bool add) {
       if (stream == nullptr)
         add_weight_grad(dy_rows, x, sum, add);
@@ -314,7 +311,7 @@ Pending<at::Tensor> start_reducing(const Group& group, const char* op, const at:
     const auto matmul = std::make_shared<TileMatmul>(w);
     multiply_until_wait(*stream, *matmul, false);
     return Pending<at::Tensor>([stream, matmul, x, multiply_until_wait, op] {
-      const trace::Operation finishing(op);
+      const trace::Operation finishing(op, trace::resumed);
       multiply_until_wait(*stream, *matmul, true);
       return with_leading_dims(stream->finish(), x);
     });

@@ -32,7 +32,7 @@ enum class Mode : std::uint8_t {
 
 struct MatmulOptions {
   Mode mode = Mode::automatic;
-  int num_chunks = 2;  // of mode chunked; more chunks than rows are empty and skipped
+  int num_chunks = 2;  // of mode chunked; at most 32, and no more than there are rows
   // The features of the weight's split dim over all ranks, where the ranks' shares differ; 0: they
   // are equal. Mode automatic needs it, so that all ranks speak of the same operation.
   std::int64_t whole_features = 0;

@@ -38,11 +38,8 @@ class PeerGather final : public GatherStream {
     const int peer = (group_.rank() + num_given_++) % group_.size();
     const auto p = static_cast<std::size_t>(peer);
     const std::int64_t begin = first_row(rows(), peer);
-    if (peer == group_.rank() || lease_.is_stub()) return GatheredTile{begin, x_};
+    if (peer == group_.rank()) return GatheredTile{begin, x_};
     lease_.agree();
-    const std::int64_t shown = lease_.header(peer).rows;
-    BRAID_CHECK(shown == rows_[p], name_, ": rank ", peer, " of group ", group_.name(), " has ",
-                shown, " rows, rank ", group_.rank(), " expects ", rows_[p]);
     lease_.wait_published(peer, 1);
     const at::Tensor tile = slot_tensor(lease_, peer, 0, {rows_[p], x_.size(1)}, x_.scalar_type());
     reads_.emplace(tile);
@@ -56,7 +53,7 @@ class PeerGather final : public GatherStream {
     header.dtype = static_cast<std::int64_t>(x_.scalar_type());
     header.k = x_.size(1);
     header.rows = x_.size(0);
-    header.rows_agree = false;
+    header.set_rows_of_ranks(rows_);
     return group_.memory()->start(header, x_.nbytes());
   }
 
@@ -74,12 +71,9 @@ class ChunkGather final : public GatherStream {
   ChunkGather(const Group& group, const at::Tensor& x_shard, int num_chunks,
               std::vector<std::int64_t> rows)
       : group_(group), x_(x_shard), rows_(std::move(rows)) {
-    if (rows_.empty()) {
-      const at::Tensor all = all_gather(group, at::tensor({x_.size(0)}, at::kLong));
-      rows_.assign(all.const_data_ptr<std::int64_t>(),
-                   all.const_data_ptr<std::int64_t>() + group.size());
-    }
-    for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_chunks));
+    if (rows_.empty()) rows_ = all_gather_rows(group, x_.size(0));
+    const int num_parts = useful_chunks(num_chunks, rows_);
+    for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_parts));
     start_next();
   }
   /// Takes part in the rest when its user gave up: the peers may not have.

@@ -58,7 +58,7 @@ class PeerReduce final : public ReduceStream {
     const bool kept = take_result();
     for (int step = 0; shape_.all_reduce && step < group_.size(); ++step) {
       const int peer = (group_.rank() + step) % group_.size();
-      if ((kept && peer == group_.rank()) || lease_.is_stub()) continue;
+      if (kept && (peer == group_.rank() || lease_.is_stub())) continue;
       lease_.wait_result(peer, 1);
       load_from_slot(result_.narrow(0, first_row(shape_.rows, peer), rows_of(peer)),
                      first_partial(peer));
@@ -174,10 +174,10 @@ class ChunkReduce final : public ReduceStream {
     const std::int64_t total = std::reduce(shape_.rows.begin(), shape_.rows.end());
     result_ = at::empty({shape_.all_reduce ? total : own_rows(), shape_.n},
                         at::TensorOptions(shape_.dtype));
-    if (shape_.all_reduce)
-      parts_ = {split_rows(total, num_chunks)};
-    else
-      for (const std::int64_t n : shape_.rows) parts_.push_back(split_rows(n, num_chunks));
+    const std::vector<std::int64_t> whole =
+        shape_.all_reduce ? std::vector<std::int64_t>{total} : shape_.rows;
+    const int num_parts = useful_chunks(num_chunks, whole);
+    for (const std::int64_t n : whole) parts_.push_back(split_rows(n, num_parts));
   }
 
   std::optional<PartialTile> next() override {

@@ -1,15 +1,17 @@
 // The two row-tile streams under every collective matmul: where a gathered tile is readable, where
 // a partial product goes.
 //
-// A stream is one operation of its group, used by one thread: next() until it is empty, then
-// finish(). `num_chunks` 0 means fused: tiles are read and written in the peers' memory, own tile
+// A stream is one operation of its group, used by one thread: next() until it is empty, and for a
+// reduce stream finish(). `num_chunks` 0 means fused: tiles are read and written in the peers' memory, own tile
 // first when gathering (its peers' payload arrives meanwhile), own tile last when reducing (its
 // peers' partials arrive meanwhile). Otherwise each chunk is a split-phase collective, in flight
-// while the previous chunk is multiplied; 1 chunk is the serial form.
+// while the previous chunk is multiplied; 1 chunk is the serial form. No more chunks are made than
+// there are rows in the longest shard, or than kMaxChunks.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -23,7 +25,7 @@ namespace braid {
 /// Rows [begin, begin + data.size(0)) of the gathered tensor.
 struct GatheredTile {
   std::int64_t begin;
-  at::Tensor data;  // readable until the next next() or finish(); maybe a peer's memory
+  at::Tensor data;  // readable until the next next(); maybe a peer's memory
 };
 
 class GatherStream {
@@ -34,6 +36,16 @@ class GatherStream {
   /// The next tile in order of arrival, waiting for it. Errors: as comm/collectives.h.
   virtual std::optional<GatheredTile> next() = 0;
 };
+
+/// Chunks beyond this only cost; and operations that wait for nobody are in flight beside them
+/// (kEntries of comm/shared_memory.h).
+inline constexpr int kMaxChunks = 32;
+/// Of the chunks that were asked for, those that are of use for shards of these rows.
+inline int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) {
+  const std::int64_t most = *std::max_element(rows.begin(), rows.end());
+  return static_cast<int>(
+      std::clamp<std::int64_t>(num_chunks, 1, std::clamp<std::int64_t>(most, 1, kMaxChunks)));
+}
 
 /// Starts gathering x_shard [t_r, k] over `group` (more than one rank).
 ///   rows   t_r of every rank, or empty

@@ -9,15 +9,23 @@
 namespace braid {
 namespace {
 
-// Rows of a half tile that are converted at once: fewer cost a repacking of the weight, more leave
-// the cache.
+// Rows of a half tile that are converted, or multiplied and added, at once: fewer cost a repacking
+// of the weight, more leave the cache.
 constexpr std::int64_t kHalfTileRows = 512;
 
+/// out (+)= a @ b, where a and b have one dtype and out that of their products' sums or the same.
 void multiply_into(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
-  if (accumulate)
+  if (out.scalar_type() != a.scalar_type()) {
+    const at::Tensor product = at::mm(a, b);
+    if (accumulate)
+      out.add_(product);
+    else
+      out.copy_(product);
+  } else if (accumulate) {
     out.addmm_(a, b);
-  else
+  } else {
     at::mm_out(out, a, b);
+  }
 }
 
 /// f(begin, rows) over row ranges of at most kHalfTileRows.
@@ -29,20 +37,26 @@ void for_each_half_tile(std::int64_t rows, F&& f) {
 
 }  // namespace
 
-TileMatmul::TileMatmul(const at::Tensor& weight)
-    : weight_t_(weight.to(sum_dtype(weight.scalar_type())).t()) {}
+bool is_native(at::ScalarType dtype) {
+#if defined(__x86_64__)
+  return dtype == at::kBFloat16 && __builtin_cpu_supports("avx512bf16") != 0;  // as where AMX is
+#else
+  return false;
+#endif
+}
+
+TileMatmul::TileMatmul(const at::Tensor& weight, bool native)
+    : weight_t_(weight.to(native ? weight.scalar_type() : sum_dtype(weight.scalar_type())).t()) {}
 
 void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const {
   const trace::Span span(trace::Kind::compute, "matmul");
   const at::ScalarType dtype = weight_t_.scalar_type();
-  if (x.scalar_type() == dtype) return multiply_into(out, x, weight_t_, accumulate);
+  if (x.scalar_type() == dtype && out.scalar_type() == dtype)
+    return multiply_into(out, x, weight_t_, accumulate);
   for_each_half_tile(x.size(0), [&](std::int64_t begin, std::int64_t rows) {
     const at::Tensor tile = x.narrow(0, begin, rows).to(dtype);
     at::Tensor out_tile = out.narrow(0, begin, rows);
-    if (out.scalar_type() == dtype)
-      multiply_into(out_tile, tile, weight_t_, accumulate);
-    else
-      out_tile.copy_(at::mm(tile, weight_t_));
+    multiply_into(out_tile, tile, weight_t_, accumulate);
   });
 }
 

@@ -1,20 +1,27 @@
 // The products behind every collective matmul, a row tile at a time: ATen's matmuls, half types
 // through f32.
 //
-// NOTE [half]. Half tiles are converted to f32, multiplied there and rounded at most once: sums
-// over ranks stay in f32, and on CPUs without AMX this is faster than the half matmul (0.57 to 0.65
-// of its time in bf16; measured, see docs/design.md).
+// NOTE [half]. Half tiles are converted to f32 and multiplied there, unless the CPU has
+// instructions for products of that type: then ATen's half matmul is faster (docs/design.md has both
+// measured). Sums over ranks and over tiles are in f32 either way; a native product is rounded
+// once before it is added.
 #pragma once
 
 #include <ATen/ATen.h>
 
 namespace braid {
 
-/// y (+)= x @ weight^T for many row tiles of one x. Keeps `weight` (an f32 copy of a half one).
+/// Whether this CPU multiplies `dtype` faster in ATen's own matmul than through f32.
+bool is_native(at::ScalarType dtype);
+
+/// y (+)= x @ weight^T for many row tiles of one x. Keeps `weight` (an f32 copy of a half one that
+/// is not multiplied natively).
 class TileMatmul {
  public:
   /// weight [n, k], any strides.
-  explicit TileMatmul(const at::Tensor& weight);
+  explicit TileMatmul(const at::Tensor& weight)
+      : TileMatmul(weight, is_native(weight.scalar_type())) {}
+  TileMatmul(const at::Tensor& weight, bool native);
 
   /// out (+)= x @ weight^T.
   ///   Shapes      x [rows, k], any strides   out [rows, n] in x's dtype, or f32 for half x
@@ -22,12 +29,12 @@ class TileMatmul {
   void multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const;
 
  private:
-  at::Tensor weight_t_;  // [k, n], in the dtype of sums
+  at::Tensor weight_t_;  // [k, n], in the dtype that is multiplied
 };
 
 /// dw (+)= dy^T @ x for some rows.
 ///   Shapes  dy [rows, n]   x [rows, k]   dw [n, k] in f32 (f64 for f64): the sum over rows is
-///           never rounded to half
+///           never rounded to half, so half types always go through f32
 void add_weight_grad(const at::Tensor& dy, const at::Tensor& x, at::Tensor dw, bool accumulate);
 
 }  // namespace braid

@@ -81,6 +81,8 @@ TrainerState parse_state(const json& object, const fs::path& path) {
   state.iteration = number<std::int64_t>(object, "iteration", path);
   state.consumed_samples = number<std::int64_t>(object, "consumed_samples", path);
   state.seed = number<std::uint64_t>(object, "seed", path);
+  if (object.contains("data_tokens"))
+    state.data_tokens = number<std::int64_t>(object, "data_tokens", path);
   for (auto [key, target] :
        {std::pair("config", &state.config), std::pair("tuner", &state.tuner)}) {
     BRAID_CHECK(object.contains(key), path.string(), " lacks ", key);
@@ -115,6 +117,7 @@ fs::path find_folder(const fs::path& path) {
                 ", but ", folder.string(), " does not exist");
     return folder;
   }
+  if (fs::is_directory(path / kLatestLink, ignored)) return path / kLatestLink;
   for (const char* name : {kState, kModel, kModelIndex}) {
     if (fs::exists(path / name, ignored)) return path;
   }
@@ -148,8 +151,11 @@ void check_tensor(const SafetensorsFile& file, const std::string& name,
 Checkpoint::Checkpoint(const std::string& path) : folder_(find_folder(path)) {
   const fs::path folder(folder_);
   std::error_code ignored;
-  if (fs::exists(folder / kState, ignored)) {
-    const json state = read_json(folder / kState);
+  const bool has_state = fs::exists(folder / kState, ignored);
+  BRAID_CHECK(has_state || !fs::exists(folder / kOptimizer, ignored), folder.string(), " has ",
+              kOptimizer, " but no ", kState);
+  const json state = has_state ? read_json(folder / kState) : json::object();
+  if (has_state && !state.contains("global_step")) {  // else it is of transformers' Trainer
     state_ = parse_state(state, folder / kState);
     optimizer_steps_ = number<std::int64_t>(state, "optimizer_steps", folder / kState);
     optimizer_.emplace(folder / kOptimizer);

@@ -41,6 +41,7 @@ struct TrainerState {
   std::int64_t iteration = 0;         // done
   std::int64_t consumed_samples = 0;  // over all ranks
   std::uint64_t seed = 0;
+  std::int64_t data_tokens = 0;                      // of the corpus; 0: not known
   nlohmann::json config = nlohmann::json::object();  // the trainer's settings
   nlohmann::json tuner = nlohmann::json::object();   // its choices
 };

@@ -272,6 +272,7 @@ void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
                        {"iteration", state.iteration},
                        {"consumed_samples", state.consumed_samples},
                        {"seed", state.seed},
+                       {"data_tokens", state.data_tokens},
                        {"optimizer_steps", optimizer.num_steps()},
                        {"config", state.config},
                        {"tuner", state.tuner}};

@@ -5,6 +5,7 @@
 
 #include <charconv>
 #include <filesystem>
+#include <fstream>
 #include <numeric>
 
 #include "braid/core/check.h"
@@ -115,6 +116,22 @@ void check_coc(const TrainConfig& c, std::vector<std::string>& warnings) {
   }
 }
 
+/// A model that no rank has the memory for would only show as a run that dies.
+void check_memory(const TrainConfig& c) {
+  const auto d = [](std::int64_t n) { return static_cast<double>(n); };
+  const double layer =
+      d(c.hidden_size) * (d(2 * c.num_attention_heads + 2 * c.num_query_groups) * d(c.kv_channels) +
+                          3 * d(c.ffn_hidden_size));
+  const double parameters = d(c.num_layers) * layer + d(c.vocab_size) * d(c.hidden_size);
+  // Weight, gradient and two moments, and activations of one layer.
+  const double bytes = 16 * parameters / d(c.tensor_model_parallel_size) +
+                       4 * d(c.micro_batch_size) * d(c.seq_length) * d(c.hidden_size);
+  const double memory = d(::sysconf(_SC_PHYS_PAGES)) * d(::sysconf(_SC_PAGESIZE));
+  BRAID_CHECK(bytes <= memory, "--num-layers ", c.num_layers, ", --hidden-size ", c.hidden_size,
+              ", --micro-batch-size ", c.micro_batch_size, ": a rank needs at least ",
+              fmt::format("{:.1f} GB, this host has {:.1f}", 1e-9 * bytes, 1e-9 * memory));
+}
+
 void complete_schedule(TrainConfig& c, std::int64_t world_size) {
   const auto dp = world_size / c.tensor_model_parallel_size;
   const auto step = c.micro_batch_size * dp;
@@ -186,8 +203,20 @@ void complete_paths(TrainConfig& c) {
     BRAID_CHECK(!fs::is_directory(trace, error), "--trace ", c.trace,
                 ": is a folder, expected a file");
     check_writable_folder("--trace", trace.parent_path());
+    std::string begin(2, ' ');
+    if (fs::is_regular_file(trace, error) && fs::file_size(trace, error) > 0)
+      BRAID_CHECK(std::ifstream(trace).read(begin.data(), 2) && begin == "{\"", "--trace ", c.trace,
+                  ": is a file, and no trace; it would be replaced");
+    BRAID_CHECK(trace != fs::absolute(output_dir / "metrics.jsonl"), "--trace ", c.trace,
+                ": is the metrics file of --output-dir ", c.output_dir);
   }
-  if (!c.data_path.empty()) check_readable("--data-path", c.data_path, false);
+  if (!c.data_path.empty()) {
+    check_readable("--data-path", c.data_path, false);
+    std::error_code error;
+    for (const fs::path& written : {fs::path(c.trace), output_dir / "metrics.jsonl"})
+      BRAID_CHECK(!fs::equivalent(c.data_path, written, error) || error, "--data-path ",
+                  c.data_path, ": is also ", written.string(), ", which the run writes");
+  }
   if (!c.load.empty()) check_readable("--load", c.load, true);
 }
 
@@ -206,6 +235,7 @@ std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size, 
         fmt::format("no validation: --split {} has no validation part", config.split));
     config.eval_iters = 0;
   }
+  check_memory(config);
   complete_paths(config);
   return warnings;
 }

@@ -53,6 +53,7 @@ void add_flag(CLI::App& app, TrainConfig& config, const Flag& flag, const std::s
     option->default_str(flag.bare            ? *flag.bare
                         : flag.unset.empty() ? text_of(flag, config)
                                              : flag.unset);
+    if (flag.required) option->option_text(value_text(flag) + " (required)");
     if (flag.bare) option->expected(0, 1);
   }
   option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->group(group);
@@ -95,6 +96,13 @@ std::string closest_flag(const CLI::App& app, const std::string& unknown) {
   return closest;
 }
 
+/// "--save=" would take the next argument as its value.
+void refuse_empty_values(const std::vector<std::string>& arguments) {
+  for (const auto& text : arguments)
+    BRAID_CHECK(!text.starts_with("--") || text.find('=') != text.size() - 1, text,
+                " has no value after =");
+}
+
 [[noreturn]] void explain_extras(const CLI::App& app) {
   const auto extras = app.remaining(true);
   const auto flag = std::find_if(extras.begin(), extras.end(),
@@ -130,6 +138,7 @@ void add_flags(CLI::App& app, TrainConfig& config) {
 }
 
 std::optional<std::string> parse(CLI::App& app, std::vector<std::string> arguments) {
+  refuse_empty_values(arguments);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
   try {
     app.parse(std::move(arguments));

@@ -5,7 +5,7 @@ namespace braid {
 namespace {
 
 using C = TrainConfig;
-constexpr double kHuge = 1e12;  // so that products of two settings fit
+constexpr double kHuge = 2147483647;  // so that products of two settings fit
 constexpr Range kPositive{1, kHuge};
 constexpr Range kNotNegative{0, kHuge};
 constexpr Range kAboveZero{.least = 0, .open = true};
@@ -71,7 +71,7 @@ std::vector<FlagGroup> make_table() {
             .field = &C::rotary_base,
             .value = "X",
             .meaning = "base of the rotary positions' periods",
-            .range = kAboveZero},
+            .range = {1e-6, 1e30}},
            {.name = "norm-epsilon",
             .field = &C::norm_epsilon,
             .value = "X",
@@ -100,7 +100,7 @@ std::vector<FlagGroup> make_table() {
             .meaning =
                 "ranks to start on this host; not under torchrun, srun or mpirun, which start them",
             .unset = "the ranks of the environment, else 1",
-            .range = kPositive},
+            .range = {1, 4096}},
            {.name = "tensor-model-parallel-size",
             .field = &C::tensor_model_parallel_size,
             .value = "N",
@@ -122,7 +122,7 @@ std::vector<FlagGroup> make_table() {
             .field = &C::coc_parallel_num,
             .value = "N",
             .meaning = "chunks of the left matrix, each one's communication beside the next one's "
-                       "matmul; any number, uneven chunks too; 1 is serial",
+                       "matmul; any number, uneven chunks too (above 32: 32); 1 is serial",
             .unset = "see --coc-mode",
             .range = {1, 1 << 20}},
            {.name = "coc-fused-kernel",

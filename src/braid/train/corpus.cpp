@@ -139,7 +139,7 @@ std::shared_ptr<const Corpus> Corpus::open(const fs::path& path) {
   if (fs::is_directory(path, error)) {
     corpus->add_folder(path);
   } else {
-    BRAID_CHECK(fs::is_regular_file(path, error), "data: ", path.string(),
+    BRAID_CHECK(fs::is_regular_file(path, error), "--data-path: ", path.string(),
                 " is neither a file nor a folder");
     if (is_shard(path)) {
       corpus->add_shard(path);
@@ -147,29 +147,30 @@ std::shared_ptr<const Corpus> Corpus::open(const fs::path& path) {
       corpus->add_text(path);
     }
   }
-  BRAID_CHECK(corpus->size_ > 0, "data: no token in ", path.string(), " (", corpus->num_files_,
-              " files read, ", corpus->num_skipped_, " unreadable or binary left out)");
+  BRAID_CHECK(corpus->size_ > 0, "--data-path: no token in ", path.string(), " (",
+              corpus->num_files_, " files read, ", corpus->num_skipped_,
+              " unreadable or binary left out)");
   return corpus;
 }
 
 void Corpus::add_shard(const fs::path& path) {
   Mapping mapping(path);
   ShardHeader header;
-  BRAID_CHECK(mapping.size() >= sizeof(header), "data: ", path.string(), " has ", mapping.size(),
-              " bytes, a shard file's header has ", sizeof(header));
+  BRAID_CHECK(mapping.size() >= sizeof(header), "--data-path: ", path.string(), " has ",
+              mapping.size(), " bytes, a shard file's header has ", sizeof(header));
   std::memcpy(&header, mapping.data(), sizeof(header));
-  BRAID_CHECK(header.version == 1, "data: ", path.string(), " is a shard file of version ",
+  BRAID_CHECK(header.version == 1, "--data-path: ", path.string(), " is a shard file of version ",
               header.version, ", this program reads version 1");
   BRAID_CHECK(header.token_bytes == 1 || header.token_bytes == 2 || header.token_bytes == 4,
-              "data: ", path.string(), " has tokens of ", header.token_bytes,
+              "--data-path: ", path.string(), " has tokens of ", header.token_bytes,
               " bytes, expected 1, 2 or 4");
   const auto payload = mapping.size() - sizeof(header);
   BRAID_CHECK(
       header.count <= payload / header.token_bytes && header.count * header.token_bytes == payload,
-      "data: ", path.string(), " declares ", header.count, " tokens of ", header.token_bytes,
+      "--data-path: ", path.string(), " declares ", header.count, " tokens of ", header.token_bytes,
       " bytes, but has ", payload, " bytes of them");
-  BRAID_CHECK(header.vocab >= 1 && header.vocab <= std::uint64_t{1} << 32, "data: ", path.string(),
-              " declares a vocabulary of ", header.vocab);
+  BRAID_CHECK(header.vocab >= 1 && header.vocab <= std::uint64_t{1} << 32,
+              "--data-path: ", path.string(), " declares a vocabulary of ", header.vocab);
   const auto* data = mapping.data() + sizeof(header);
   const auto vocab = static_cast<std::int64_t>(header.vocab);
   vocab_ = is_text_ ? vocab : std::max(vocab_, vocab);
@@ -204,8 +205,9 @@ void Corpus::add_folder(const fs::path& path) {
       ++num_skipped_;
     }
   }
-  BRAID_CHECK(text_.empty() || segments_.empty(), "data: ", path.string(), " holds shard files (",
-              segments_[0].name, ") and texts (", a_text, "), expected one kind");
+  BRAID_CHECK(text_.empty() || segments_.empty(), "--data-path: ", path.string(),
+              " holds shard files (", segments_[0].name, ") and texts (", a_text,
+              "), expected one kind");
   if (!text_.empty()) {
     size_ = static_cast<std::int64_t>(text_.size());
     segments_.push_back({0, size_, 1, 256, text_.data(), Mapping(), path.string()});
@@ -232,7 +234,7 @@ void Corpus::copy(std::int64_t begin, std::int64_t count, std::int64_t* out,
         copy_tokens<std::uint32_t>(from, n, out, stride);
     }
     for (std::int64_t i = 0; i < n; ++i) {
-      BRAID_CHECK(out[i * stride] < segment->vocab, "data: token ", offset + i, " of ",
+      BRAID_CHECK(out[i * stride] < segment->vocab, "--data-path: token ", offset + i, " of ",
                   segment->name, " is ", out[i * stride], ", its header declares a vocabulary of ",
                   segment->vocab);
     }

@@ -58,7 +58,7 @@ std::string overlap_table(const std::vector<OperationOverlap>& rows) {
   std::size_t width = std::string("ms in a step").size();
   for (const OperationOverlap& row : rows) width = std::max(width, row.operation.size());
   std::string text = fmt::format("{:<{}} {:>7} {:>10} {:>10} {:>10} {:>10} {:>7}\n", "ms in a step",
-                                 width, "calls", "compute", "comm", "hidden", "exposed", "hidden");
+                                 width, "calls", "compute", "comm", "hidden", "exposed", "share");
   const auto add = [&](const std::string& name, const std::string& calls, const Overlap& overlap) {
     const std::string share =
         overlap.comm_s > 0 ? fmt::format("{:.0f} %", 100 * overlap.hidden_s / overlap.comm_s) : "-";
@@ -68,7 +68,12 @@ std::string overlap_table(const std::vector<OperationOverlap>& rows) {
   };
   for (const OperationOverlap& row : rows)
     add(row.operation, fmt::format("{:.4g}", row.calls), row.overlap);
-  add("all", "", total_overlap(rows));
+  const Overlap all = total_overlap(rows);
+  add("all", "", all);
+  if (all.comm_s > 0)
+    text +=
+        "comm: exposed when nothing overlaps; hidden: comm - exposed, of the sums in `all`. An "
+        "operation whose\nranks come to it at different times exposes more than its comm.\n";
   return text;
 }
 

@@ -158,6 +158,8 @@ void Report::iteration(const IterationMetrics& metrics) {
   loss_sum_ += metrics.loss;
   step_s_sum_ += metrics.step_s;
   tokens_sum_ += metrics.tokens_per_s * metrics.step_s;
+  tflop_sum_ += metrics.tflop_s_per_rank * metrics.step_s;
+  overlap_sum_ += metrics.overlap;
   ++num_summed_;
   if (is_terminal_) {
     draw_bar(metrics);
@@ -173,21 +175,23 @@ void Report::iteration(const IterationMetrics& metrics) {
 
 void Report::show_line(const IterationMetrics& metrics) {
   const auto n = static_cast<double>(num_summed_);
-  const Overlap& overlap = metrics.overlap;
+  const Overlap& overlap = overlap_sum_;
   std::string line = fmt::format(
       " iteration {:>{}}/{} | loss {:.4f} | grad norm {:.3f} | lr {:.3e} | {:.1f} ms | {:.0f} "
       "tokens/s | {:.4f} "
       "TFLOP/s per rank",
       metrics.iteration, std::to_string(options_.num_iterations).size(), options_.num_iterations,
       loss_sum_ / n, metrics.grad_norm, metrics.lr, 1e3 * step_s_sum_ / n,
-      tokens_sum_ / step_s_sum_, metrics.tflop_s_per_rank);
+      tokens_sum_ / step_s_sum_, tflop_sum_ / step_s_sum_);
   if (overlap.comm_s > 0) {
-    line += fmt::format(" | comm {:.1f} ms, {:.0f} % hidden", 1e3 * overlap.comm_s,
-                        100 * overlap.hidden_s / overlap.comm_s);
+    const double hidden_s = std::max(0.0, overlap.comm_s - overlap.exposed_s);
+    line += fmt::format(" | comm {:.1f} ms, {:.0f} % hidden", 1e3 * overlap.comm_s / n,
+                        100 * hidden_s / overlap.comm_s);
   }
   line += fmt::format(" | {} left", clock_time(remaining_s(metrics.iteration)));
   note(line);
-  loss_sum_ = step_s_sum_ = tokens_sum_ = 0;
+  loss_sum_ = step_s_sum_ = tokens_sum_ = tflop_sum_ = 0;
+  overlap_sum_ = {};
   num_summed_ = 0;
 }
 

@@ -76,7 +76,8 @@ class Report {
   std::ofstream metrics_;
   std::string bar_;  // as it is on the screen; empty: none is
   std::chrono::steady_clock::time_point begin_, drawn_;
-  double loss_sum_ = 0, step_s_sum_ = 0, tokens_sum_ = 0;  // since the last plain line
+  double loss_sum_ = 0, step_s_sum_ = 0, tokens_sum_ = 0, tflop_sum_ = 0;  // since the last line
+  Overlap overlap_sum_;
   std::int64_t num_summed_ = 0;
 };
 

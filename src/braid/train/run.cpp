@@ -1,6 +1,7 @@
 // The loop of a training run.
 #include "braid/train/run.h"
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,18 +30,30 @@ std::string metrics_path(const TrainConfig& config) {
   return std::filesystem::path(config.output_dir) / "metrics.jsonl";
 }
 
-/// Says which settings make the data's order another one than that of the run to go on from.
-void warn_of_other_data(const TrainConfig& config, const nlohmann::json& loaded) {
+/// Says which settings make the data's order or the learning rates others than those of the run to
+/// go on from.
+void warn_of_other_course(const TrainConfig& config, std::int64_t data_tokens,
+                          const TrainerState& state) {
+  const nlohmann::json& loaded = state.config;
+  if (state.data_tokens > 0 && data_tokens != state.data_tokens)
+    warn(
+        fmt::format("--data-path {} has {} tokens, the checkpoint's run had {}: the run goes on "
+                    "with other data than it would have seen",
+                    config.data_path, data_tokens, state.data_tokens));
   nlohmann::json now;
   to_json(now, config);
-  for (const char* key : {"seed", "global_batch_size", "seq_length", "split"}) {
+  for (const auto& [key, is_schedule] :
+       {std::pair("seed", false), std::pair("global_batch_size", false),
+        std::pair("seq_length", false), std::pair("split", false), std::pair("lr", true),
+        std::pair("min_lr", true), std::pair("lr_decay_style", true),
+        std::pair("lr_decay_iters", true), std::pair("lr_warmup_iters", true)}) {
     if (!loaded.contains(key) || loaded[key] == now[key]) continue;
     std::string flag = key;
     std::replace(flag.begin(), flag.end(), '_', '-');
-    warn(
-        fmt::format("--{} is {}, the checkpoint's is {}: the run goes on with other data than it "
-                    "would have seen",
-                    flag, now[key].dump(), loaded[key].dump()));
+    warn(fmt::format("--{} is {}, the checkpoint's is {}: the run goes on {}", flag,
+                     now[key].dump(), loaded[key].dump(),
+                     is_schedule ? "at other learning rates than it would have had"
+                                 : "with other data than it would have seen"));
   }
 }
 
@@ -51,12 +64,43 @@ c10::intrusive_ptr<c10d::Store> join(const Place& place) {
   return store;
 }
 
+void make_folder(const char* flag, const std::filesystem::path& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  BRAID_CHECK(!error, flag, " ", folder.string(), ": can't make the folder: ", error.message());
+}
+
+/// Errors: ValueError, the same on every rank, naming a flag that a rank has other than rank 0.
+void check_same_settings(const TrainConfig& config, const Corpus& corpus, const Place& place,
+                         c10d::Store& store) {
+  if (place.world_size == 1) return;
+  nlohmann::json mine;
+  to_json(mine, config);
+  for (const char* key : {"nproc", "output_dir", "save", "trace", "log_interval", "data_path"})
+    mine.erase(key);  // may differ by host, or are rank 0's alone
+  mine["load"] = !config.load.empty();
+  mine["data_path"] = fmt::format("{} tokens", corpus.size());
+  const auto key = [](int rank) { return fmt::format("braid/settings/{}", rank); };
+  store.set(key(place.rank), mine.dump());
+  const auto first = nlohmann::json::parse(store.get_to_str(key(0)));
+  for (int rank = 1; rank < place.world_size; ++rank) {
+    const auto other = nlohmann::json::parse(store.get_to_str(key(rank)));
+    for (const auto& [name, value] : first.items()) {
+      std::string flag = name;
+      std::replace(flag.begin(), flag.end(), '_', '-');
+      BRAID_CHECK(value == other[name], "--", flag, " of rank 0 is ", value.dump(), ", of rank ",
+                  rank, " ", other[name].dump());
+    }
+  }
+}
+
 class Run {
  public:
   Run(const TrainConfig& config, const Place& place)
       : config_(config),
         store_(join(place)),
         corpus_(Corpus::open(config.data_path)),
+        checked_((check_same_settings(config, *corpus_, place, *store_), true)),
         data_(split_data(corpus_, config.split, config.seq_length, config.vocab_size, config.seed)),
         mesh_(make_mesh(store_, place.rank, place.world_size,
                         static_cast<int>(config.tensor_model_parallel_size))),
@@ -78,11 +122,12 @@ class Run {
     options.num_iterations = config.train_iters;
     options.log_interval = config.log_interval;
     if (options.enabled) {
-      std::filesystem::create_directories(config.output_dir);
+      make_folder("--output-dir", config.output_dir);
       if (!config.trace.empty())
-        std::filesystem::create_directories(std::filesystem::absolute(config.trace).parent_path());
+        make_folder("--trace", std::filesystem::absolute(config.trace).parent_path());
     }
     report_.emplace(options);
+    report_->note(headline());
   }
 
   void train() {
@@ -103,6 +148,23 @@ class Run {
   }
 
  private:
+  std::string headline() const {
+    double parameters = 0;
+    for (const auto& [name, shape] : transformers_tensors(config_))
+      parameters += static_cast<double>(c10::multiply_integers(shape));
+    const std::string skipped =
+        corpus_->num_skipped() > 0
+            ? fmt::format(" ({} skipped: binary or unreadable)", corpus_->num_skipped())
+            : "";
+    return fmt::format(
+        "{:.2f} M parameters, {}; {} rank{} (TP {}), {} thread{} each; {} tokens in {} file{}{}; "
+        "output in {}",
+        1e-6 * parameters, config_.bf16 ? "bf16" : "f32", mesh_.world->size(),
+        mesh_.world->size() > 1 ? "s" : "", mesh_.tp->size(), at::get_num_threads(),
+        at::get_num_threads() > 1 ? "s" : "", corpus_->size(), corpus_->num_files(),
+        corpus_->num_files() > 1 ? "s" : "", skipped, config_.output_dir);
+  }
+
   void one_iteration(std::int64_t iteration) {
     const std::int64_t done = iteration + 1;
     const std::int64_t here = iteration - first_;  // of this process
@@ -139,7 +201,7 @@ class Run {
     report_->iteration(metrics);
     if (!config_.save.empty() && (done == config_.train_iters ||
                                   (config_.save_interval > 0 && done % config_.save_interval == 0)))
-      trainer_.save(config_.save, done);
+      trainer_.save(config_.save, done, corpus_->size());
   }
 
   void write_trace() {
@@ -158,6 +220,7 @@ class Run {
   TrainConfig config_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<const Corpus> corpus_;
+  bool checked_;  // that all ranks have the same settings
   DataSplit data_;
   Mesh mesh_;
   Trainer trainer_;
@@ -172,18 +235,23 @@ class Run {
 }  // namespace
 
 void check_inputs(const TrainConfig& config) {
-  (void)split_data(Corpus::open(config.data_path), config.split, config.seq_length,
-                   config.vocab_size, config.seed);
+  const auto corpus = Corpus::open(config.data_path);
+  (void)split_data(corpus, config.split, config.seq_length, config.vocab_size, config.seed);
   if (!config.load.empty()) {
     const Checkpoint checkpoint(config.load);
     check_same_model(config, checkpoint.config_json(), checkpoint.folder() + "/config.json");
     checkpoint.check(transformers_tensors(config));
-    if (checkpoint.state()) warn_of_other_data(config, checkpoint.state()->config);
+    if (checkpoint.state()) warn_of_other_course(config, corpus->size(), *checkpoint.state());
   }
   const auto metrics = metrics_path(config);
   BRAID_CHECK(!std::filesystem::is_directory(metrics), "--output-dir ", config.output_dir, ": ",
               metrics, " is a folder, expected a file");
   if (!config.save.empty()) check_save_folder(config.save);
+  if (config.load.empty() && std::filesystem::exists(metrics))
+    warn(
+        fmt::format("--output-dir {} holds a run, whose metrics.jsonl is replaced (its checkpoints "
+                    "stay). HINT: --load {} to go on from it, or another --output-dir",
+                    config.output_dir, config.save));
 }
 
 void run_training(const TrainConfig& config, const Place& place) { Run(config, place).train(); }

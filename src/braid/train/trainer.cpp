@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -119,6 +120,8 @@ std::map<std::string, trace::Totals> Trainer::serial_step(std::int64_t iteration
 
 double Trainer::validation_loss(const Dataset& data, std::int64_t num_batches) {
   const at::NoGradGuard no_grad;
+  num_batches =
+      std::clamp<std::int64_t>(data.num_sequences() / config_.global_batch_size, 1, num_batches);
   double sum = 0;
   for (std::int64_t i = 0; i < num_batches; ++i) {
     for (std::int64_t j = 0; j < num_micro_batches_; ++j) {
@@ -146,11 +149,12 @@ double Trainer::flops_per_step() const {
   return static_cast<double>(tokens_per_step()) * (6 * weights + attention);
 }
 
-void Trainer::save(const std::string& dir, std::int64_t iteration) {
+void Trainer::save(const std::string& dir, std::int64_t iteration, std::int64_t data_tokens) {
   TrainerState state;
   state.iteration = iteration;
   state.consumed_samples = iteration * config_.global_batch_size;
   state.seed = static_cast<std::uint64_t>(config_.seed);
+  state.data_tokens = data_tokens;
   to_json(state.config, config_);
   state.tuner = tuner::choices();
   save_checkpoint(dir, *mesh_.tp, *mesh_.dp, model_.parameters(), optimizer_, state,

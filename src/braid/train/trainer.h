@@ -56,7 +56,7 @@ class Trainer {
   /// Saves after `iteration` iterations; loads weights, and where there are any moments and the tuner's choices.
   ///   Gives   load: iterations done; 0 when only weights were there
   ///   Errors  as train/checkpoint.h
-  void save(const std::string& dir, std::int64_t iteration);
+  void save(const std::string& dir, std::int64_t iteration, std::int64_t data_tokens);
   std::int64_t load(const Checkpoint& checkpoint);
 
  private:
