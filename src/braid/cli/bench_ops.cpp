@@ -54,7 +54,7 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
 }
 
 /// What is timed at once takes about this long or longer, seconds.
-constexpr double kShortest = 5e-3;
+constexpr double kShortest = 20e-3;
 
 /// As --dtype has it.
 const char* name_of(at::ScalarType dtype) {
@@ -170,7 +170,7 @@ void bench_op(const OpCase& c, const Place& place) {
     candidates.push_back({"comm_gloo", c10d_alone});
   }
   const double gemm_alone = time_interleaved(*group, {candidates[0]}, 3)[0];
-  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 50.0)));
+  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 100.0)));
   const std::vector<double> times = time_interleaved(*group, candidates, c.rounds, calls);
   if (place.rank != 0) return;
 
