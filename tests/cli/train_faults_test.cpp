@@ -1,6 +1,5 @@
-// Runs of `braid train` that are killed, frozen, interrupted, out of disk or out of numbers: how they
-// end, what they say, what
-// they leave.
+// Runs of `braid train` that are killed, frozen, interrupted, out of disk or out of numbers: how
+// they end, what they say, what they leave.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

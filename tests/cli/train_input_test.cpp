@@ -1,6 +1,5 @@
 // Every wrong flag, value, combination and file of `braid train`: one line that names the flag and
-// the values, exit code 2,
-// nothing made or overwritten, no rank started.
+// the values, exit code 2, nothing made or overwritten, no rank started.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <linux/capability.h>

@@ -135,8 +135,7 @@ TEST(RowParallelLinear, EqualsTheWholeLayer) {
   EXPECT_EQ(num_dropped_pending, 0);
 }
 
-/// Gradients that come as a broadcast (sum) or transposed, and inputs that are strided, of three
-/// dims.
+/// Gradients that come as a broadcast (sum) or transposed, and inputs that are strided, of three dims.
 TEST(ParallelLinear, StridedInputsAndGradients) {
   for (const int num_ranks : {1, 2, 3}) {
     run_ranks(num_ranks, [&](const std::shared_ptr<Group>& group) {

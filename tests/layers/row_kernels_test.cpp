@@ -1,5 +1,4 @@
-// Corners of the row loops that the layers' tests don't reach: extreme values, threads, the same
-// bits again.
+// Corners of the row loops that the layers' tests don't reach: extreme values, threads, the same bits again.
 #include "braid/layers/row_kernels.h"
 
 #include <ATen/ATen.h>

@@ -16,8 +16,8 @@ inline at::Tensor part_of(const at::Tensor& x, int dim, int rank, int num_ranks)
   return x.narrow(dim, first_row(lengths, rank), lengths.at(rank));
 }
 
-/// Fails unless the shapes are equal and no value differs by more than tolerance * (1 + largest
-/// expected value).
+/// Fails unless the shapes are equal and no value differs by more than tolerance
+/// * (1 + largest expected value).
 inline void expect_close(const at::Tensor& actual, const at::Tensor& expected, double tolerance,
                          const std::string& what) {
   ASSERT_TRUE(actual.defined()) << what << " is undefined";

@@ -1,5 +1,4 @@
-// The whole decoder against transformers' LlamaForCausalLM of the same weights: logits, loss, every
-// gradient.
+// The whole decoder against transformers' LlamaForCausalLM of the same weights: logits, loss, every gradient.
 #include "braid/layers/transformer.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Collective matmuls in every mode against the plain ops: shapes, dtypes, uneven rows, strides,
-// bit-exact integers.
+// Collective matmuls in every mode against the plain ops: shapes, dtypes,
+// uneven rows, strides, bit-exact integers.
 #include "braid/ops/collective_matmul.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// safetensors: what is written is read back; every damaged file is one clear error; a failed write
-// leaves nothing.
+// safetensors: what is written is read back; every damaged file is one clear
+// error; a failed write leaves nothing.
 #include "braid/train/safetensors.h"
 
 #include <gmock/gmock.h>

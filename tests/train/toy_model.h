@@ -1,5 +1,4 @@
-// The parameters of a small Llama as one tp rank holds them, with values that differ by tensor and
-// index.
+// The parameters of a small Llama as one tp rank holds them, with values that differ by tensor and index.
 #pragma once
 
 #include <memory>

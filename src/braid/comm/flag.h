@@ -1,5 +1,4 @@
-// A growing number in shared memory that one rank writes and others wait for: spin briefly, then
-// futex(2).
+// A growing number in shared memory that one rank writes and others wait for: spin briefly, then futex(2).
 #pragma once
 
 #include <atomic>

@@ -42,8 +42,7 @@ class Group {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
-  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of
-  /// one.
+  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
   SharedMemory* memory() const { return memory_.get(); }
   /// The process group, connected at its first use: collective then. Not for groups of one.
   /// Errors: DistBackendError after fail().
@@ -53,8 +52,7 @@ class Group {
   /// each other. Further calls are refused.
   [[noreturn]] void fail(const std::string& lost, std::string why) const;
 
-  /// A tag for point-to-point messages, different for every operation in flight; the same on all
-  /// ranks.
+  /// A tag for point-to-point messages, different for every operation in flight; the same on all ranks.
   int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
 
  private:

@@ -26,8 +26,7 @@ inline constexpr const char* kThisProgram = "/proc/self/exe";
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
                  const std::string& program = kThisProgram);
 
-/// Leaves the text of a rank's error with the launcher, which says it once even if several ranks
-/// found it.
+/// Leaves the text of a rank's error with the launcher, which says it once even if several ranks found it.
 ///   Gives    false when there is no launcher to say it, so that the rank must
 bool report_to_launcher(const Place& place, const std::string& text) noexcept;
 

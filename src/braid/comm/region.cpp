@@ -61,8 +61,7 @@ std::byte* map_fd(int fd, std::size_t bytes) {
   return static_cast<std::byte*>(data);
 }
 
-// What travels with a region's descriptor. `to` is the receiver's nonce, known only from the
-// group's store.
+// What travels with a region's descriptor. `to` is the receiver's nonce, known only from the group's store.
 struct Greeting {
   Nonce from, to;
   std::int32_t rank;
@@ -291,8 +290,7 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     local = sockets[p].get() >= 0 && same_user(sockets[p].get());
     if (local) send_region(sockets[p].get(), {mine->nonce(), all[p].nonce, rank}, mine->fd());
   }
-  // A connection waits in the listener's backlog, so nobody has to accept before all know that all
-  // are here.
+  // A connection waits in the listener's backlog, so nobody has to accept before all know that all are here.
   for (const Seen& seen : member.share("local", Seen{local})) local = local && seen.all;
   if (!local) return result;
   for (int peer = 1; peer < size; ++peer) {

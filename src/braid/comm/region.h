@@ -1,5 +1,4 @@
-// A rank's region of shared memory: a memfd, mapped; and its exchange with the other ranks of the
-// host.
+// A rank's region of shared memory: a memfd, mapped; and its exchange with the other ranks of the host.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -20,8 +19,7 @@ using Nonce = std::array<std::uint64_t, 2>;
 /// A mapped memfd. Starts with its owner's nonce.
 class Region {
  public:
-  /// Makes a new region of `bytes` (address space; pages appear on use). Errors: c10::Error with
-  /// errno's text.
+  /// Makes a new region of `bytes` (address space; pages appear on use). Errors: c10::Error with errno's text.
   static std::shared_ptr<Region> make(std::size_t bytes);
   /// Maps a peer's region, or finds it when it was made by this process. Null when the nonce is not
   /// there. Closes fd.

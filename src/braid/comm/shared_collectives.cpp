@@ -27,8 +27,7 @@ Header make_header(const char* op, const at::Tensor& x) {
   return header;
 }
 
-/// out = the reduction over all ranks of the tensor at `offset` in their slots, in rank order,
-/// rounded once.
+/// out = the reduction over all ranks of the tensor at `offset` in their slots, in rank order, rounded once.
 void reduce_slots(const SharedMemory::Lease& lease, int size, std::size_t offset, ReduceOp op,
                   at::Tensor out) {
   const trace::Span span(trace::Kind::copy, "reduce");

@@ -71,12 +71,12 @@ struct SharedMemory::Entry {
 };
 
 /// Start of a region; all but the nonce written by the region's rank while it runs.
-/// | word      | state                                                  | who reads            | at rest |
-/// | waits_for | 1 + the rank it sleeps for                             | who waits in vain    | 0       |
-/// | flag, until | that rank's flag (bytes into its region) and the value | the same             | any   |
-/// | lost      | 1 + the rank whose loss it saw, or it waited in vain for | all, while they wait | 0     |
-/// | disagreed | the last operation in whose headers it saw a disagreement | all, while they wait | 0    |
-/// | lost_op   | the operation it was in; written before `lost`, once   | all, after `lost`    | ""      |
+/// | word        | state                                                | who reads            | at rest |
+/// | waits_for   | 1 + the rank it sleeps for                           | who waits in vain    | 0       |
+/// | flag, until | that rank's flag (bytes into its region), the value  | the same             | any     |
+/// | lost        | 1 + the rank it saw lost, or waited for in vain      | all, while they wait | 0       |
+/// | disagreed   | the last operation in whose headers ranks disagree   | all, while they wait | 0       |
+/// | lost_op     | the operation it was in; written before `lost`, once | all, after `lost`    | ""      |
 struct SharedMemory::Control {
   Nonce nonce;
   std::atomic<std::int32_t> waits_for;

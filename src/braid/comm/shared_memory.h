@@ -9,8 +9,7 @@
 //
 // NOTE [reserved]. A slot is env().slot_bytes of address space in a memfd; pages appear when first
 // used (allocated by fallocate, so that a host without memory is an error and not a SIGBUS). So
-// regions never grow, move or get remapped, and no name exists that a killed run could leave
-// behind.
+// regions never grow, move or get remapped, and no name exists that a killed run could leave behind.
 //
 // NOTE [loss]. Regions are passed over abstract unix sockets that stay open: a peer's death is its
 // EOF. It matters to whoever waits for that peer, and to all in an operation that the peer has not

@@ -49,8 +49,7 @@ class SlotReads {
 #endif
 };
 
-/// Copies x into the slot of this rank (write) or a slot's tensor out (read), converting where
-/// dtypes differ.
+/// Copies x into the slot of this rank (write) or a slot's tensor out (read), converting where dtypes differ.
 inline void store_to_slot(at::Tensor slot, const at::Tensor& x) {
   const trace::Span span(trace::Kind::copy, "publish");
   tsan::write(slot.data_ptr(), slot.nbytes());

@@ -21,8 +21,7 @@ struct Env {
   std::string interface;
 };
 
-/// The process's settings. Errors: ValueError naming the variable and its text when one does not
-/// parse.
+/// The process's settings. Errors: ValueError naming the variable and its text when one does not parse.
 const Env& env();
 
 }  // namespace braid

@@ -48,8 +48,7 @@ struct Event {
 struct Resumed {};
 inline constexpr Resumed resumed;  // what was started before, so that it is one call
 
-/// Names the operation that the spans of this thread belong to, until destroyed; the outermost one
-/// wins.
+/// Names the operation that the spans of this thread belong to, until destroyed; the outermost one wins.
 class Operation {
  public:
   explicit Operation(const char* name);
@@ -87,8 +86,7 @@ void keep_events(bool on);
 std::vector<Event> take_events();
 
 /// The events of one rank as the text that write_chrome_trace takes, so that ranks can send it to
-/// the one that writes. In Perfetto: process `rank N`, lane 0 compute, lane 1 communication (copies
-/// and waits).
+/// the one that writes. In Perfetto: process `rank N`, lane 0 compute, lane 1 communication (copies and waits).
 std::string chrome_events(int rank, const std::vector<Event>& events);
 
 /// Writes a Chrome trace (JSON, opens in Perfetto) of one rank or of several: texts of

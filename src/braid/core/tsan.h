@@ -1,5 +1,4 @@
-// Tells ThreadSanitizer of payload that ATen's (uninstrumented) kernels read or write in shared
-// memory.
+// Tells ThreadSanitizer of payload that ATen's (uninstrumented) kernels read or write in shared memory.
 #pragma once
 
 #include <cstddef>

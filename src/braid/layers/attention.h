@@ -1,6 +1,5 @@
 // The rest of a decoder layer, on whole heads and whole rows: RMSNorm with its residual addition,
-// rotary positions and causal attention in one, SwiGLU. All differentiable, f32 or bf16, f32
-// inside.
+// rotary positions and causal attention in one, SwiGLU. All differentiable, f32 or bf16, f32 inside.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -20,8 +19,8 @@ struct ResidualNorm {
   at::Tensor norm;  // sum / sqrt(mean(sum^2) + epsilon) * weight
 };
 
-/// Adds a block's output to the residual stream and normalises the sum, in one pass over the rows;
-/// backward too.
+/// Adds a block's output to the residual stream and normalises the sum,
+/// in one pass over the rows; backward too.
 ///   Shapes  x, delta, sum, norm [t, h]   weight [h]; delta may be undefined
 ///   Saved   sum, the inverse root mean squares [t], weight
 ///   Errors  ValueError: shapes or dtypes differ, or are neither f32 nor bf16

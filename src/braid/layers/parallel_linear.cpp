@@ -34,8 +34,7 @@ std::int64_t num_rows(at::IntArrayRef sizes) {
 
 int num_ranks(const LinearOptions& options) { return options.group ? options.group->size() : 1; }
 
-/// Rows of matmuls: 2-D, and dense enough that a matmul reads them in place (an expanded gradient
-/// is not).
+/// Rows of matmuls: 2-D, and dense enough that a matmul reads them in place (an expanded gradient is not).
 at::Tensor rows_of(const at::Tensor& x) {
   at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
   const bool row_major = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);

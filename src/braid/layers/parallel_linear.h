@@ -1,5 +1,5 @@
-// Linear layers whose weight is split over the tensor-parallel ranks, with forward and backward as
-// collective matmuls.
+// Linear layers whose weight is split over the tensor-parallel ranks, with
+// forward and backward as collective matmuls.
 //
 // Rows are tokens: x [..., k] is used as [t, k]. With sequence parallelism the input of a column
 // layer and the output of a row layer hold this rank's rows only: split_rows(t, R)[rank] of them,
@@ -23,8 +23,7 @@ struct LinearOptions {
   std::shared_ptr<Group> group;    // the tensor-parallel ranks; null: a group of one
   bool sequence_parallel = false;  // the replicated side holds this rank's rows only
   MatmulOptions matmul;
-  // Column with sequence parallelism: keeps the gathered x, so that backward need not gather it
-  // again.
+  // Column with sequence parallelism: keeps the gathered x, so that backward need not gather it again.
   bool keep_gathered = false;
   // f32, the weight's shape: takes dW by addition, and no gradient is returned for the weight.
   at::Tensor main_grad;

@@ -1,5 +1,4 @@
-// A trainable tensor as this rank holds it, and how it maps to the whole tensors of a transformers
-// checkpoint.
+// A trainable tensor as this rank holds it, and how it maps to the whole tensors of a transformers checkpoint.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,8 +9,7 @@
 
 namespace braid {
 
-/// Some rows of a Parameter's value: this rank's slice of one whole tensor, whole.narrow(dim,
-/// begin, length).
+/// Some rows of a Parameter's value: this rank's slice of one whole tensor, whole.narrow(dim, begin, length).
 struct Part {
   std::string name;  // as in transformers, e.g. "model.layers.0.self_attn.q_proj.weight"
   std::vector<std::int64_t> shape;  // of the whole tensor

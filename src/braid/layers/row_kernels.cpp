@@ -290,8 +290,7 @@ void rms_norm_backward(const at::Tensor& dy, const at::Tensor& dsum, const at::T
     const NormBackward<T> a{
         data<T>(dy), data<T>(dsum), data<T>(x), data<T>(weight), inverse_rms.data_ptr<float>(),
         data<T>(dx), x.size(1)};
-    // Each thread sums its rows; the parts are then added in order, so that a run repeats to the
-    // bit.
+    // Each thread sums its rows; the parts are then added in order, so that a run repeats to the bit.
     std::vector<std::vector<float>> parts(dweight.defined() ? at::get_num_threads() : 0,
                                           std::vector<float>(a.h));
     for_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {

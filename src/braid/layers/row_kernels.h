@@ -25,8 +25,7 @@ void rms_norm_backward(const at::Tensor& dy, const at::Tensor& dsum, const at::T
                        const at::Tensor& dweight);
 
 /// Copies heads between token-major rows and head-major blocks, the first num_rotated of them
-/// rotated on the way (rotate-half: feature i with feature i + d/2), by the angle of the token's
-/// position.
+/// rotated on the way (rotate-half: feature i with feature i + d/2), by the angle of the token's position.
 ///   Shapes  rows [s * b, H * d], token p * b + i is position p of sequence i   heads [b, H, s, d]
 ///           cosine, sine [>= s, d/2] f32; rows and heads may differ in type
 void rotate_to_heads(const at::Tensor& rows, const at::Tensor& cosine, const at::Tensor& sine,
@@ -57,8 +56,7 @@ void softmax_backward(at::Tensor& logits, const at::Tensor& labels, std::int64_t
 ///   Shapes  table [v, h]   tokens [t] int64   y [t, h]
 void gather_rows(const at::Tensor& table, const at::Tensor& tokens, std::int64_t begin,
                  at::Tensor& y);
-/// table[tokens[i] - begin] += dy[i] where that row exists; table f32 (dy of any kind) or dy's
-/// dtype.
+/// table[tokens[i] - begin] += dy[i] where that row exists; table f32 (dy of any kind) or dy's dtype.
 void scatter_add_rows(const at::Tensor& dy, const at::Tensor& tokens, std::int64_t begin,
                       at::Tensor& table);
 

@@ -1,5 +1,4 @@
-// A Llama-style decoder over the tensor-parallel ranks: parameters, forward to the mean loss,
-// logits.
+// A Llama-style decoder over the tensor-parallel ranks: parameters, forward to the mean loss, logits.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -83,8 +82,7 @@ class Transformer {
   struct Layer {  // positions in parameters_
     std::size_t input_norm, qkv, o, post_norm, gate_up, down;
   };
-  /// What flows between layers: the residual stream, and the last block's output not yet added to
-  /// it.
+  /// What flows between layers: the residual stream, and the last block's output not yet added to it.
   struct Stream {
     at::Tensor x, delta;
   };

@@ -1,5 +1,5 @@
-// Matmul and collective as one pipeline over row tiles: the ops, their modes, and the passes that
-// backward needs.
+// Matmul and collective as one pipeline over row tiles: the ops, their modes,
+// and the passes that backward needs.
 //
 // Weights are stored [n, k] (as torch.nn.Linear) and may be any 2-D strided view: a backward pass
 // gives weight.t(). x may be strided; leading dims are rows: [..., k].

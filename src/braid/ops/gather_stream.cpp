@@ -117,8 +117,7 @@ class ChunkGather final : public GatherStream {
     in_flight_ = start_all_gather(group_, x_.narrow(0, begin, own[chunk]), rows_of(chunk));
   }
 
-  /// Tiles of the chunk in data_: one for all when the rows are in the result's order, else one a
-  /// rank.
+  /// Tiles of the chunk in data_: one for all when the rows are in the result's order, else one a rank.
   void cut(std::size_t chunk) {
     if (parts_[0].size() == 1) {
       tiles_.push_back({0, data_});

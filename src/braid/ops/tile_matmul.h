@@ -1,5 +1,4 @@
-// The products behind every collective matmul, a row tile at a time: ATen's matmuls, half types
-// through f32.
+// The products behind every collective matmul, a row tile at a time: ATen's matmuls, half types through f32.
 //
 // NOTE [half]. Half tiles are converted to f32 and multiplied there, unless the CPU has
 // instructions for products of that type: then ATen's half matmul is faster (docs/design.md has both

@@ -30,8 +30,8 @@ int choose(const Group& group, const Key& key, const MatmulOptions& options,
 /// Live tuning of this thread (a rank), on by default; --deterministic turns it off.
 void allow_live(bool on);
 
-/// This thread's choices, as they go into a checkpoint: {"<op> <m> <n> <k> <dtype> <ranks>
-/// <locality>": num_chunks}.
+/// This thread's choices, as they go into a checkpoint: {"<op> <m> <n> <k>
+/// <dtype> <ranks> <locality>": num_chunks}.
 nlohmann::json choices();
 /// Adds choices made before. Errors: ValueError when it is not such an object.
 void set_choices(const nlohmann::json& choices);

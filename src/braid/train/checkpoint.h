@@ -1,5 +1,4 @@
-// Checkpoints of a training run, which transformers reads and which any tensor-parallel degree
-// loads.
+// Checkpoints of a training run, which transformers reads and which any tensor-parallel degree loads.
 //
 // NOTE [checkpoint folder]
 //   <dir>/iter_0000020/          one complete checkpoint:
@@ -49,10 +48,9 @@ struct TrainerState {
 /// Writes <dir>/iter_<iteration> and makes it the latest; see NOTE [checkpoint folder].
 ///   config_json  the model's config.json
 ///   Order   collective over all ranks: the tp groups gather tensor by tensor (one whole tensor in
-///   memory at a time); only
-///           tp rank 0 of dp rank 0 writes
-///   Errors  c10::Error, the same on every rank: folder or file, and the system's reason; nothing
-///   of this save is left
+///           memory at a time); only tp rank 0 of dp rank 0 writes
+///   Errors  c10::Error, the same on every rank: folder or file, and the system's reason; nothing of
+///           this save is left
 void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
                      const std::vector<Parameter>& parameters, const AdamW& optimizer,
                      const TrainerState& state, const nlohmann::json& config_json);
@@ -70,8 +68,7 @@ using TensorShapes = std::map<std::string, std::vector<std::int64_t>>;
 /// The whole tensors that the parameters are slices of.
 TensorShapes whole_tensors(const std::vector<Parameter>& parameters);
 
-/// A checkpoint to load. Nothing here communicates: each rank maps the files and copies its own
-/// slices.
+/// A checkpoint to load. Nothing here communicates: each rank maps the files and copies its own slices.
 class Checkpoint {
  public:
   /// Opens a folder of save_checkpoint() (its latest iteration), one of its iter_ folders, or a
@@ -87,8 +84,8 @@ class Checkpoint {
   const std::optional<TrainerState>& state() const { return state_; }
 
   /// Checks the model, given as its whole tensors, against the checkpoint's weights and moments.
-  /// Errors: ValueError: missing and unexpected tensors by name; tensor, file and both shapes where
-  /// they differ.
+  /// Errors: ValueError: missing and unexpected tensors by name; tensor,
+  /// file and both shapes where they differ.
   void check(const TensorShapes& model) const;
 
   /// Checks, then copies this rank's slices into value and main of each parameter and, where the

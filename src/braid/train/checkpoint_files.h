@@ -1,5 +1,4 @@
-// What saving and loading of checkpoints share: names in the folder, and where each part of a
-// parameter lies.
+// What saving and loading of checkpoints share: names in the folder, and where each part of a parameter lies.
 #pragma once
 
 #include <fmt/format.h>
@@ -38,15 +37,13 @@ struct PartPlace {
   const Part* part;
   std::int64_t row, num_rows;
 
-  /// This rank's slice, in a tensor of the parameter's shape: its value, its main weight or a
-  /// moment.
+  /// This rank's slice, in a tensor of the parameter's shape: its value, its main weight or a moment.
   at::Tensor slice(const at::Tensor& tensor) const {
     return tensor.detach().narrow(0, row, num_rows);
   }
 };
 
-/// The parts of all parameters in order. A value may have more rows than its parts (a padded
-/// vocabulary).
+/// The parts of all parameters in order. A value may have more rows than its parts (a padded vocabulary).
 std::vector<PartPlace> places_of(const std::vector<Parameter>& parameters);
 
 }  // namespace braid::checkpoint_files

@@ -1,5 +1,4 @@
-// Saving a checkpoint: gathers whole tensors over tp, writes them into a partial folder, renames
-// it.
+// Saving a checkpoint: gathers whole tensors over tp, writes them into a partial folder, renames it.
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/file.h>
@@ -40,8 +39,7 @@ void discard_leftovers(const std::string& dir, std::error_code& error) {
   }
 }
 
-// The folder of a save while it is being written, and the lock that keeps other runs out of `dir`
-// meanwhile.
+// The folder of a save while it is being written, and the lock that keeps other runs out of `dir` meanwhile.
 class PartialFolder {
  public:
   explicit PartialFolder(std::string dir) : dir_(std::move(dir)), path_(fs::path(dir_) / kPartial) {

@@ -167,8 +167,7 @@ std::optional<std::string> parse(CLI::App& app, std::vector<std::string> argumen
 /// The mode of the tensor-parallel matmuls that the CoC flags stand for.
 MatmulOptions matmul_options(const TrainConfig& config);
 
-/// Parts of the data for training, validation and (unused) test that --split stands for; they sum
-/// to 1.
+/// Parts of the data for training, validation and (unused) test that --split stands for; they sum to 1.
 ///   Errors  ValueError: the text is not one to three numbers >= 0 whose first is > 0
 std::vector<double> split_fractions(const std::string& split);
 

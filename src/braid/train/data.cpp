@@ -102,8 +102,7 @@ NgramLoss ngram_loss(const Corpus& corpus, const Dataset& train, const Dataset& 
     ++pairs[b * kBytes + c];
     ++firsts[b];
   });
-  // How often a pair was the beginning of a triple: not pairs[a, b], which misses the part's first
-  // pair.
+  // How often a pair was the beginning of a triple: not pairs[a, b], which misses the part's first pair.
   std::vector<std::uint32_t> contexts(kBytes * kBytes);
   for (std::size_t i = 0; i < triples.size(); ++i) contexts[i / kBytes] += triples[i];
   NgramLoss loss;

@@ -45,8 +45,7 @@ class Corpus {
   std::int64_t num_files() const { return num_files_; }
   std::int64_t num_skipped() const { return num_skipped_; }
 
-  /// Copies tokens [begin, begin + count), which must lie within the corpus, to `out`, `stride`
-  /// elements apart.
+  /// Copies tokens [begin, begin + count), which must lie within the corpus, to `out`, `stride` elements apart.
   ///   Errors  ValueError naming the token and its place: a shard holds one beyond its vocabulary
   void copy(std::int64_t begin, std::int64_t count, std::int64_t* out,
             std::int64_t stride = 1) const;

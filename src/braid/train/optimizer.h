@@ -1,5 +1,4 @@
-// From accumulated gradients to new weights: sums over ranks, the global norm, the learning rate,
-// AdamW.
+// From accumulated gradients to new weights: sums over ranks, the global norm, the learning rate, AdamW.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -37,8 +36,7 @@ inline constexpr std::int64_t kDpBucketElements = std::int64_t{1} << 20;
 ///   Gives  the same bits on every rank; infinite or NaN where a gradient is
 double grad_norm(const std::vector<Parameter>& parameters, const Group& tp);
 
-/// Scales the gradients by max_norm / norm where norm is above max_norm; max_norm 0 leaves them as
-/// they are.
+/// Scales the gradients by max_norm / norm where norm is above max_norm; max_norm 0 leaves them as they are.
 void clip_grads(const MainGrads& grads, double norm, double max_norm);
 
 /// The learning rate of an iteration (counts from 0): linear from 0 to lr over lr_warmup_iters (so

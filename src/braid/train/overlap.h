@@ -1,5 +1,4 @@
-// How much of the communication was hidden, per kind of operation: from spans of measured and of
-// serial steps.
+// How much of the communication was hidden, per kind of operation: from spans of measured and of serial steps.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // What a person sees of a run: metrics.jsonl, a progress bar on a terminal or plain lines
-// elsewhere, and the table at the end. Used by one rank; where disabled (all but rank 0) every call
-// does nothing.
+// elsewhere, and the table at the end. Used by one rank; where disabled
+// (all but rank 0) every call does nothing.
 #pragma once
 
 #include <chrono>
@@ -32,8 +32,7 @@ struct IterationMetrics {
 /// As a line of metrics.jsonl, without the line's end; numbers that are not finite are null.
 std::string metrics_line(const IterationMetrics& metrics);
 
-/// The bar's line, at most `width` characters: what does not fit is left out, remaining time last,
-/// loss never.
+/// The bar's line, at most `width` characters: what does not fit is left out, remaining time last, loss never.
 std::string progress_line(std::int64_t iteration, std::int64_t num_iterations, double loss,
                           double tokens_per_s, double remaining_s, int width);
 

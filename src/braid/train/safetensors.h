@@ -21,8 +21,8 @@ struct TensorInfo {
 /// nothing missing or left. Copies share the mapping.
 class SafetensorsFile {
  public:
-  /// Errors: ValueError naming the file: unreadable, not a safetensors file, truncated, header and
-  /// data disagree.
+  /// Errors: ValueError naming the file: unreadable, not a safetensors file,
+  /// truncated, header and data disagree.
   explicit SafetensorsFile(const std::string& path);
 
   const std::string& path() const { return path_; }
@@ -62,8 +62,7 @@ class SafetensorsWriter {
   /// Errors: as the constructor; ValueError when name, dtype or shape are not as announced, or it
   /// was written before.
   void write(const std::string& name, const at::Tensor& value);
-  /// Flushes to disk and renames. Errors: as write; ValueError naming an announced tensor that was
-  /// not written.
+  /// Flushes to disk and renames. Errors: as write; ValueError naming an announced tensor that was not written.
   void commit();
 
  private:

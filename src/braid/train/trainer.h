@@ -48,8 +48,7 @@ class Trainer {
   double validation_loss(const Dataset& data, std::int64_t num_batches);
 
   /// Floating-point operations of one iteration over all ranks: 6 per token and weight of a matmul,
-  /// and attention's scores over half of the square; recomputation is not counted (as Megatron's
-  /// model FLOPs).
+  /// and attention's scores over half of the square; recomputation is not counted (as Megatron's model FLOPs).
   double flops_per_step() const;
   std::int64_t tokens_per_step() const { return config_.global_batch_size * config_.seq_length; }
 
