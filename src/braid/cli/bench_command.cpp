@@ -12,6 +12,8 @@
 namespace braid::cli {
 namespace {
 
+const CLI::Range kCount(std::int64_t{1}, std::int64_t{2147483647});
+
 void add_bench_ops(CLI::App& bench, Body& body) {
   struct Flags {
     OpCase shape;
@@ -25,22 +27,17 @@ void add_bench_ops(CLI::App& bench, Body& body) {
   ops->add_option("--op", flags->shape.op)
       ->required()
       ->check(CLI::IsMember({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}));
-  ops->add_option("--m", flags->shape.m, "rows of the whole product")
-      ->required()
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
-  ops->add_option("--n", flags->shape.n, "columns of the whole product")
-      ->required()
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
+  ops->add_option("--m", flags->shape.m, "rows of the whole product")->required()->check(kCount);
+  ops->add_option("--n", flags->shape.n, "columns of the whole product")->required()->check(kCount);
   ops->add_option("--k", flags->shape.k, "inner dimension of the whole product")
       ->required()
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
+      ->check(kCount);
   ops->add_option("--dtype", flags->dtype)
       ->check(CLI::IsMember({"f32", "bf16", "fp16"}))
       ->capture_default_str();
-  ops->add_option("--nproc", flags->nproc, "ranks to start on this host (2)")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}));
+  ops->add_option("--nproc", flags->nproc, "ranks to start on this host (2)")->check(kCount);
   ops->add_option("--rounds", flags->shape.rounds = 21, "interleaved rounds")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{2147483647}))
+      ->check(kCount)
       ->capture_default_str();
   ops->add_flag("--json", flags->shape.json, "one JSON line");
   ops->callback([flags, &body] {

@@ -22,7 +22,8 @@ inline constexpr const char* kThisProgram = "/proc/self/exe";
 ///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
 ///            a signal killed one; 128 + signal when interrupted
 ///   Order    on a thread that lives as long as the ranks; takes those signals and SIGCHLD meanwhile
-///   Errors   ValueError: num_ranks < 1, or the program can't be run
+///   Errors   ValueError: num_ranks is not within 1 to 4096, too few files may be open, or the program
+///            can't be run
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
                  const std::string& program = kThisProgram);
 

@@ -156,8 +156,15 @@ void add_flags(CLI::App& app, TrainConfig& config);
 ///           without its value, a value that does not parse or is out of range, refused
 std::optional<std::string> parse(CLI::App& app, std::vector<std::string> arguments);
 
+/// Weights that a token is multiplied with: those of all layers and the output.   config  validated
+double num_matmul_weights(const TrainConfig& config);
+
+/// The metrics file in the output folder.
+std::string metrics_path(const TrainConfig& config);
+
 /// Checks the settings against each other, the world and the file system, and fills in what was not
-/// given. Reads and writes no file, sends nothing; the same on all ranks. Idempotent.
+/// given. Writes no file and reads only the first bytes of one that the trace would replace, sends
+/// nothing; the same on all ranks. Idempotent.
 ///   needs_data  false: --data-path and --train-iters may be missing (a bench)
 ///   Gives       warnings that the caller shows once, of settings that have no effect
 ///   Errors      ValueError, one line naming the flags and their values

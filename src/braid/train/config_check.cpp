@@ -119,12 +119,8 @@ void check_coc(const TrainConfig& c, std::vector<std::string>& warnings) {
 /// A model that no rank has the memory for would only show as a run that dies.
 void check_memory(const TrainConfig& c) {
   const auto d = [](std::int64_t n) { return static_cast<double>(n); };
-  const double layer =
-      d(c.hidden_size) * (d(2 * c.num_attention_heads + 2 * c.num_query_groups) * d(c.kv_channels) +
-                          3 * d(c.ffn_hidden_size));
-  const double parameters = d(c.num_layers) * layer + d(c.vocab_size) * d(c.hidden_size);
   // Weight, gradient and two moments, and activations of one layer.
-  const double bytes = 16 * parameters / d(c.tensor_model_parallel_size) +
+  const double bytes = 16 * num_matmul_weights(c) / d(c.tensor_model_parallel_size) +
                        4 * d(c.micro_batch_size) * d(c.seq_length) * d(c.hidden_size);
   const double memory = d(::sysconf(_SC_PHYS_PAGES)) * d(::sysconf(_SC_PAGESIZE));
   BRAID_CHECK(bytes <= memory, "--num-layers ", c.num_layers, ", --hidden-size ", c.hidden_size,
@@ -191,7 +187,7 @@ void check_readable(const char* flag, const std::string& path, bool folder) {
 
 void complete_paths(TrainConfig& c) {
   BRAID_CHECK(!c.output_dir.empty(), "--output-dir is '', expected a folder");
-  const fs::path output_dir = c.output_dir;
+  const fs::path output_dir = c.output_dir, metrics = metrics_path(c);
   check_writable_folder("--output-dir", output_dir);
   if (c.save.empty()) c.save = output_dir / "checkpoint";
   check_writable_folder("--save", c.save);
@@ -207,13 +203,13 @@ void complete_paths(TrainConfig& c) {
     if (fs::is_regular_file(trace, error) && fs::file_size(trace, error) > 0)
       BRAID_CHECK(std::ifstream(trace).read(begin.data(), 2) && begin == "{\"", "--trace ", c.trace,
                   ": is a file, and no trace; it would be replaced");
-    BRAID_CHECK(trace != fs::absolute(output_dir / "metrics.jsonl"), "--trace ", c.trace,
+    BRAID_CHECK(trace != fs::absolute(metrics), "--trace ", c.trace,
                 ": is the metrics file of --output-dir ", c.output_dir);
   }
   if (!c.data_path.empty()) {
     check_readable("--data-path", c.data_path, false);
     std::error_code error;
-    for (const fs::path& written : {fs::path(c.trace), output_dir / "metrics.jsonl"})
+    for (const fs::path& written : {fs::path(c.trace), metrics})
       BRAID_CHECK(!fs::equivalent(c.data_path, written, error) || error, "--data-path ",
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
@@ -221,6 +217,18 @@ void complete_paths(TrainConfig& c) {
 }
 
 }  // namespace
+
+double num_matmul_weights(const TrainConfig& c) {
+  const auto d = [](std::int64_t n) { return static_cast<double>(n); };
+  const double layer =
+      d(c.hidden_size) * (d(2 * c.num_attention_heads + 2 * c.num_query_groups) * d(c.kv_channels) +
+                          3 * d(c.ffn_hidden_size));
+  return d(c.num_layers) * layer + d(c.vocab_size) * d(c.hidden_size);
+}
+
+std::string metrics_path(const TrainConfig& config) {
+  return fs::path(config.output_dir) / "metrics.jsonl";
+}
 
 std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size, bool needs_data) {
   std::vector<std::string> warnings;

@@ -26,8 +26,10 @@ bool is_calibration(std::int64_t done) {
   return done == 2 || done == 4 || done == 8 || done % 50 == 0;
 }
 
-std::string metrics_path(const TrainConfig& config) {
-  return std::filesystem::path(config.output_dir) / "metrics.jsonl";
+/// The flag of a key of the settings as JSON.
+std::string flag_of(std::string key) {
+  std::replace(key.begin(), key.end(), '_', '-');
+  return "--" + key;
 }
 
 /// Says which settings make the data's order or the learning rates others than those of the run to
@@ -48,9 +50,7 @@ void warn_of_other_course(const TrainConfig& config, std::int64_t data_tokens,
         std::pair("min_lr", true), std::pair("lr_decay_style", true),
         std::pair("lr_decay_iters", true), std::pair("lr_warmup_iters", true)}) {
     if (!loaded.contains(key) || loaded[key] == now[key]) continue;
-    std::string flag = key;
-    std::replace(flag.begin(), flag.end(), '_', '-');
-    warn(fmt::format("--{} is {}, the checkpoint's is {}: the run goes on {}", flag,
+    warn(fmt::format("{} is {}, the checkpoint's is {}: the run goes on {}", flag_of(key),
                      now[key].dump(), loaded[key].dump(),
                      is_schedule ? "at other learning rates than it would have had"
                                  : "with other data than it would have seen"));
@@ -70,28 +70,28 @@ void make_folder(const char* flag, const std::filesystem::path& folder) {
   BRAID_CHECK(!error, flag, " ", folder.string(), ": can't make the folder: ", error.message());
 }
 
+/// The data, once the ranks have the same settings.
 /// Errors: ValueError, the same on every rank, naming a flag that a rank has other than rank 0.
-void check_same_settings(const TrainConfig& config, const Corpus& corpus, const Place& place,
-                         c10d::Store& store) {
-  if (place.world_size == 1) return;
+std::shared_ptr<const Corpus> open_corpus(const TrainConfig& config, const Place& place,
+                                          c10d::Store& store) {
+  auto corpus = Corpus::open(config.data_path);
+  if (place.world_size == 1) return corpus;
   nlohmann::json mine;
   to_json(mine, config);
   for (const char* key : {"nproc", "output_dir", "save", "trace", "log_interval", "data_path"})
     mine.erase(key);  // may differ by host, or are rank 0's alone
   mine["load"] = !config.load.empty();
-  mine["data_path"] = fmt::format("{} tokens", corpus.size());
+  mine["data_path"] = fmt::format("{} tokens", corpus->size());
   const auto key = [](int rank) { return fmt::format("braid/settings/{}", rank); };
   store.set(key(place.rank), mine.dump());
   const auto first = nlohmann::json::parse(store.get_to_str(key(0)));
   for (int rank = 1; rank < place.world_size; ++rank) {
     const auto other = nlohmann::json::parse(store.get_to_str(key(rank)));
-    for (const auto& [name, value] : first.items()) {
-      std::string flag = name;
-      std::replace(flag.begin(), flag.end(), '_', '-');
-      BRAID_CHECK(value == other[name], "--", flag, " of rank 0 is ", value.dump(), ", of rank ",
+    for (const auto& [name, value] : first.items())
+      BRAID_CHECK(value == other[name], flag_of(name), " of rank 0 is ", value.dump(), ", of rank ",
                   rank, " ", other[name].dump());
-    }
   }
+  return corpus;
 }
 
 class Run {
@@ -99,8 +99,7 @@ class Run {
   Run(const TrainConfig& config, const Place& place)
       : config_(config),
         store_(join(place)),
-        corpus_(Corpus::open(config.data_path)),
-        checked_((check_same_settings(config, *corpus_, place, *store_), true)),
+        corpus_(open_corpus(config, place, *store_)),
         data_(split_data(corpus_, config.split, config.seq_length, config.vocab_size, config.seed)),
         mesh_(make_mesh(store_, place.rank, place.world_size,
                         static_cast<int>(config.tensor_model_parallel_size))),
@@ -220,7 +219,6 @@ class Run {
   TrainConfig config_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<const Corpus> corpus_;
-  bool checked_;  // that all ranks have the same settings
   DataSplit data_;
   Mesh mesh_;
   Trainer trainer_;

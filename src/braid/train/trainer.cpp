@@ -138,15 +138,9 @@ double Trainer::validation_loss(const Dataset& data, std::int64_t num_batches) {
 double Trainer::flops_per_step() const {
   const auto& c = config_;
   const double heads = static_cast<double>(c.num_attention_heads * c.kv_channels);
-  const double groups = static_cast<double>(c.num_query_groups * c.kv_channels);
-  const double hidden = static_cast<double>(c.hidden_size);
-  const double layer =
-      hidden * (2 * heads + 2 * groups) + 3 * hidden * static_cast<double>(c.ffn_hidden_size);
-  const double weights =
-      static_cast<double>(c.num_layers) * layer + hidden * static_cast<double>(c.vocab_size);
   // Scores and values: 2 products of s/2 * heads multiply-adds a token, three times with backward.
   const double attention = static_cast<double>(c.num_layers * c.seq_length) * heads * 6;
-  return static_cast<double>(tokens_per_step()) * (6 * weights + attention);
+  return static_cast<double>(tokens_per_step()) * (6 * num_matmul_weights(c) + attention);
 }
 
 void Trainer::save(const std::string& dir, std::int64_t iteration, std::int64_t data_tokens) {
