@@ -36,6 +36,13 @@ std::vector<Case> cases() {
       result.push_back({"chunked 5", size, {Mode::chunked, 5}, memory});
     }
     result.push_back({"fused", size, {Mode::fused}, true});
+    if (size > 1) {
+      result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}, true});
+      for (const auto mode : {Mode::serial, Mode::chunked, Mode::fused})
+        for (const bool native : {false, true})
+          result.push_back(
+              {native ? "native" : "through f32", size, {.mode = mode, .native = native}, true});
+    }
     result.push_back({"auto", size, {Mode::automatic}, true});
   }
   return result;

@@ -1,10 +1,14 @@
 // The tuner: the same choice on all ranks, kept, given back.
 #include "braid/ops/tuner.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <mutex>
+#include <set>
 
+#include "tests/support/folders.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -20,29 +24,97 @@ TEST(Tuner, RanksAgreeAndRemember) {
     (void)all_gather_matmul(*group, x, w);
     int trials = 0;
     const tuner::Key key{"matmul_all_reduce", 90, 16, 96, at::kFloat};
-    const int again = tuner::choose(*group, key, {}, [&](int) { ++trials; });
+    const Plan again = tuner::choose(*group, key, {}, [&](const Plan&) { ++trials; });
     EXPECT_EQ(trials, 0);
     const std::lock_guard lock(mutex);
     tables.push_back(tuner::choices());
-    EXPECT_EQ(tables.back().at("matmul_all_reduce 90 16 96 Float 3 host").template get<int>(),
-              again);
+    EXPECT_EQ(tables.back().at("matmul_all_reduce m=128 n=16 k=96 f32 ranks=3 host"),
+              to_text(again));
   });
   EXPECT_EQ(tables[0].size(), 2);
   EXPECT_EQ(tables[0], tables[1]);
   EXPECT_EQ(tables[0], tables[2]);
 }
 
+void fail(const Plan&) { FAIL() << "nothing is to be tried"; }
+
 TEST(Tuner, WithoutLiveTuningNothingIsTried) {
   test::run_ranks(2, [&](const auto& group) {
     tuner::allow_live(false);
-    const auto fail = [](int) { FAIL(); };
-    EXPECT_EQ(tuner::choose(*group, {"matmul_all_reduce", 16, 64, 64, at::kFloat}, {}, fail), 1);
-    EXPECT_EQ(tuner::choose(*group, {"matmul_all_reduce", 4096, 64, 64, at::kFloat}, {}, fail), 0);
-    tuner::set_choices({{"matmul_all_reduce 32 64 64 Float 2 host", 4}});
-    EXPECT_EQ(tuner::choose(*group, {"matmul_all_reduce", 32, 64, 64, at::kFloat}, {}, fail), 4);
+    const auto choose = [&](std::int64_t m) {
+      return to_text(tuner::choose(*group, {"matmul_all_reduce", m, 64, 64, at::kFloat}, {}, fail));
+    };
+    EXPECT_EQ(choose(16), "serial");
+    EXPECT_EQ(choose(4096), "fused");
+    tuner::set_choices({{"matmul_all_reduce m=32 n=64 k=64 f32 ranks=2 host", "chunked 4"}});
+    EXPECT_EQ(choose(32), "chunked 4");
+    EXPECT_EQ(choose(17), "chunked 4");
     EXPECT_THROW(tuner::set_choices({{"key", "fast"}}), c10::ValueError);
+    EXPECT_THROW(tuner::set_choices({{"key", 1}}), c10::ValueError);
     EXPECT_THROW(tuner::set_choices(nlohmann::json::array()), c10::ValueError);
   });
+}
+
+TEST(Tuner, APinGoesBeforeAMeasuredChoiceAndTheMostExactPinFirst) {
+  test::run_ranks(2, [&](const auto& group) {
+    tuner::set_choices({{"matmul_all_reduce m=32 n=64 k=64 f32 ranks=2 host", "chunked 4"},
+                        {"* m=* n=64 k=* * * host", "chunked 2"},
+                        {"matmul_all_reduce m=* n=64 k=64 f32 ranks=2 host", "chunked 3"},
+                        {"matmul_all_reduce m=* n=64", "chunked 5"}});
+    const auto choose = [&](const char* op, std::int64_t k) {
+      return to_text(tuner::choose(*group, {op, 32, 64, k, at::kFloat}, {}, fail));
+    };
+    EXPECT_EQ(choose("matmul_all_reduce", 64), "chunked 3");
+    EXPECT_EQ(choose("matmul_all_reduce", 65), "chunked 2");
+    EXPECT_EQ(choose("all_gather_wgrad", 64), "chunked 2");
+    tuner::set_choices({{"* m=* n=* k=* * * *", "fused ring native"}});
+    EXPECT_EQ(choose("all_gather_wgrad", 64), "chunked 2");
+    EXPECT_EQ(to_text(tuner::choose(*group, {"all_gather_matmul", 32, 7, 7, at::kFloat}, {}, fail)),
+              "fused");
+  });
+}
+
+TEST(Tuner, EveryHalfAndReducingFormIsTried) {
+  test::run_ranks(3, [&](const auto& group) {
+    std::set<std::string> tried;
+    (void)tuner::choose(*group, {"matmul_all_reduce", 512, 1, 1, at::kHalf, true, true}, {},
+                        [&](const Plan& plan) { tried.insert(to_text(plan)); });
+    EXPECT_EQ(tried, (std::set<std::string>{"serial", "fused", "fused ring", "chunked 2",
+                                            "serial native", "fused native", "chunked 2 native"}));
+  });
+}
+
+TEST(Tuner, FilesKeepChoicesAndNameWhatIsWrongInThem) {
+  const test::TemporaryFolder folder;
+  const std::string path = folder.path() / "tuner.json";
+  test::run_ranks(1, [&](const auto&) {
+    tuner::read_choices(path);  // none yet
+    tuner::set_choices({{"a m=1", "serial"}, {"* m=1", "fused"}});
+    tuner::write_choices(path);
+  });
+  test::run_ranks(1, [&](const auto&) {
+    tuner::read_choices(path);
+    EXPECT_EQ(tuner::choices(), (nlohmann::json{{"a m=1", "serial"}, {"* m=1", "fused"}}));
+  });
+  for (const char* text : {"{", "{}", R"({"choices": {"a m=1": "chunked 1"}})", "[1]"}) {
+    std::ofstream(path) << text;
+    test::run_ranks(1, [&](const auto&) {
+      EXPECT_THAT([&] { tuner::read_choices(path); },
+                  testing::ThrowsMessage<c10::ValueError>(testing::HasSubstr(path)));
+    });
+  }
+  test::run_ranks(1, [&](const auto&) {
+    EXPECT_THROW(tuner::write_choices(folder.path() / "none" / "tuner.json"), c10::Error);
+  });
+}
+
+TEST(PlanText, GoesThereAndBack) {
+  for (const char* text : {"serial", "serial native", "fused", "fused ring", "fused native",
+                           "chunked 2", "chunked 17 native"})
+    EXPECT_EQ(to_text(plan_from_text(text)), text);
+  for (const char* text : {"", "fast", "chunked", "chunked 1", "chunked x", "chunked 2 ring",
+                           "serial ring", "fused direct", "fused 2"})
+    EXPECT_THROW((void)plan_from_text(text), c10::ValueError) << text;
 }
 
 }  // namespace

@@ -157,16 +157,20 @@ class Fuzz {
     for (int rank = 0; rank < size_; ++rank) rows.push_back(draw_rows());
     return rows;
   }
+  std::optional<bool> draw_native() {
+    const int kind = draw(0, 2);
+    return kind == 0 ? std::nullopt : std::optional(kind == 1);
+  }
   MatmulOptions draw_options() {
     switch (draw(0, 4)) {
       case 0:
-        return {Mode::serial};
+        return {.mode = Mode::serial, .native = draw_native()};
       case 1:
-        return {Mode::chunked, draw(1, 5)};
+        return {.mode = Mode::chunked, .num_chunks = draw(1, 5), .native = draw_native()};
       case 2:
         return {Mode::automatic};
       default:
-        return {Mode::fused};
+        return {.mode = Mode::fused, .ring = draw(0, 2) == 0, .native = draw_native()};
     }
   }
 
@@ -270,10 +274,12 @@ class Fuzz {
         EXPECT_TRUE(at::equal(y.x_full, cat_of(shard))) << "x_full in step " << step_;
         return {done(y.y), with_bias(product(cat_of(shard), w_of(rank_))), "all_gather_matmul_v2"};
       }
-      case 8:
-        return {start_matmul_reduce_scatter(group, x_of(rank_), w_of(rank_), b, options),
-                with_bias(own_part(sum_of(partial), split_rows(m, size_))),
-                "matmul_reduce_scatter"};
+      case 8: {
+        Shape split = split_rows(m, size_);
+        std::rotate(split.begin(), split.begin() + draw(0, size_ - 1), split.end());
+        return {start_matmul_reduce_scatter(group, x_of(rank_), w_of(rank_), b, options, split),
+                with_bias(own_part(sum_of(partial), split)), "matmul_reduce_scatter"};
+      }
       case 9:
         return {start_matmul_all_reduce(group, x_of(rank_), w_of(rank_), b, options),
                 with_bias(sum_of(partial)), "matmul_all_reduce"};

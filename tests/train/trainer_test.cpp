@@ -16,12 +16,13 @@ TEST(Trainer, TheTunersChoicesAreThoseOfTheFirstDataParallelRank) {
     trainer.step(0);
     nlohmann::json choices = tuner::choices();
     ASSERT_GT(choices.size(), 0u);
-    choices["one more shape"] = 7;
-    for (auto& choice : choices) choice = 1 + rank / 2;  // ranks 0 and 1 are the first tp group
+    choices["one more shape"] = "serial";
+    for (auto& choice : choices)
+      choice = rank < 2 ? "serial" : "fused";  // ranks 0 and 1 are the first tp group
     tuner::set_choices(choices);
     trainer.step(1);
     EXPECT_EQ(tuner::choices().size(), choices.size());
-    for (const auto& choice : tuner::choices()) EXPECT_EQ(choice, 1) << rank;
+    for (const auto& choice : tuner::choices()) EXPECT_EQ(choice, "serial") << rank;
   });
 }
 

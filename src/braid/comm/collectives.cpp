@@ -25,6 +25,14 @@ void check_total(const char* what, const std::vector<std::int64_t>& rows, const 
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), x.size(0), what);
 }
 
+Pending<at::Tensor> started_with(const Prepared& reduction, const at::Tensor& x) {
+  {
+    const trace::Span span(trace::Kind::copy, "publish");
+    reduction.x.copy_(x);
+  }
+  return reduction.start();
+}
+
 }  // namespace
 
 std::vector<std::int64_t> split_rows(std::int64_t rows, int size) {
@@ -68,7 +76,9 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("reduce_scatter");
   return group.memory() != nullptr
-             ? shared::start_reduce_scatter(group, x.detach(), std::move(rows))
+             ? started_with(shared::prepare_reduce_scatter(group, x.sizes(), x.scalar_type(),
+                                                           std::move(rows)),
+                            x.detach())
              : network::start_reduce_scatter(group, x.detach().contiguous(), std::move(rows));
 }
 
@@ -85,8 +95,31 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   }
   const trace::Operation operation("all_reduce");
   return group.memory() != nullptr
-             ? shared::start_all_reduce(group, x.detach(), op, std::move(out))
+             ? started_with(shared::prepare_all_reduce(group, x.sizes(), x.scalar_type(), op,
+                                                       std::move(out)),
+                            x.detach())
              : network::start_all_reduce(group, x.detach().contiguous(), op, std::move(out));
+}
+
+Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                                std::vector<std::int64_t> rows) {
+  if (group.memory() != nullptr) {
+    const trace::Operation operation("reduce_scatter");
+    return shared::prepare_reduce_scatter(
+        group, sizes, dtype, rows.empty() ? split_rows(sizes[0], group.size()) : std::move(rows));
+  }
+  const at::Tensor x = at::empty(sizes, at::TensorOptions(dtype));
+  return {x, [&group, x, rows = std::move(rows)] { return start_reduce_scatter(group, x, rows); }};
+}
+
+Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                            at::Tensor out) {
+  if (group.memory() != nullptr) {
+    const trace::Operation operation("all_reduce");
+    return shared::prepare_all_reduce(group, sizes, dtype, ReduceOp::sum, std::move(out));
+  }
+  const at::Tensor x = at::empty(sizes, at::TensorOptions(dtype));
+  return {x, [&group, x, out] { return start_all_reduce(group, x, ReduceOp::sum, out); }};
 }
 
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,

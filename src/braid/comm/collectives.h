@@ -3,6 +3,7 @@
 //
 //   Shapes  rows are dim 0; inputs may be strided, results are new contiguous tensors; groups of
 //           one work
+//   Keeps   a large all-reduce's result owns a slot of shared memory until it is freed
 //   Sums    in f32 (f64 for f64, integers in themselves), in rank order, rounded once: the same
 //           bits on every rank and in every run (over the process group an all-reduce's order is
 //           Gloo's)
@@ -17,6 +18,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -54,6 +56,18 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
 ///   out     where the result goes if given; may be x itself
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x,
                                      ReduceOp op = ReduceOp::sum, at::Tensor out = {});
+/// A reduction whose input is made in place: the caller writes x (it holds anything before) and
+/// calls start() once. Inside a host x is where the peers read it, so nothing is copied. Other
+/// operations of the group may be started in between, but all must be waited for.
+struct Prepared {
+  at::Tensor x;  // contiguous; not to be touched after start()
+  std::function<Pending<at::Tensor>()> start;
+};
+Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                                std::vector<std::int64_t> rows = {});
+Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                            at::Tensor out = {});
+
 /// Sends send_rows[p] rows of x to rank p, in order.
 ///   Shapes  x [sum send_rows, ...]; returns [sum recv_rows, ...], rank 0's rows first.
 ///   recv_rows   entry p is rank p's send_rows[rank]

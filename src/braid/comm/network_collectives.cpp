@@ -157,9 +157,9 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
     const trace::Operation operation(messages.op(), trace::resumed);
     messages.wait();
     const trace::Span span(trace::Kind::copy, "reduce");
-    at::Tensor sum = parts[0].to(sum_dtype(x.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
-    for (std::size_t p = 1; p < parts.size(); ++p) sum.add_(parts[p]);
-    return sum.to(x.scalar_type());
+    at::Tensor sum = at::empty(parts[0].sizes(), x.options());
+    sum_parts(sum, parts);
+    return sum;
   });
 }
 

@@ -401,8 +401,8 @@ void SharedMemory::Lease::wait_result(int rank, int count) const {
 void SharedMemory::Lease::post(int owner, int count) {
   entry(memory_->rank()).posted[owner].raise(progress(count));
 }
-void SharedMemory::Lease::wait_posted(int writer, int count) const {
-  memory_->wait(entry(writer).posted[memory_->rank()], progress(count), writer, op_);
+void SharedMemory::Lease::wait_posted(int writer, int owner, int count) const {
+  memory_->wait(entry(writer).posted[owner], progress(count), writer, op_);
 }
 
 std::shared_ptr<void> SharedMemory::Lease::keep_slot() {

@@ -176,9 +176,9 @@ class SharedMemory::Lease {
   /// As publish, for what is made from the peers' payload (reduced tiles).
   void publish_result(int count);
   void wait_result(int rank, int count) const;
-  /// "What I wrote into your slot is there up to count."
+  /// "What I wrote into the owner's slot is there up to count."
   void post(int owner, int count);
-  void wait_posted(int writer, int count) const;
+  void wait_posted(int writer, int owner, int count) const;
 
   /// Keeps this rank's slot beyond the operation, for a result that lies in it, until the returned
   /// guard is gone (the region lives as long). Null when kKeptSlots are kept already: copy the result.

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cstring>
 #include <vector>
 
 #include "braid/comm/shared_memory.h"
@@ -10,6 +11,16 @@
 #include "braid/core/tsan.h"
 
 namespace braid {
+
+/// The header of an operation on a tensor: dim 0 is its rows.
+inline Header tensor_header(const char* op, at::IntArrayRef sizes, at::ScalarType dtype) {
+  Header header;
+  std::strncpy(header.op, op, sizeof header.op - 1);
+  header.dtype = static_cast<std::int64_t>(dtype);
+  header.n = sizes.empty() ? 1 : c10::multiply_integers(sizes.slice(1));
+  header.rows = sizes.empty() ? 1 : sizes[0];
+  return header;
+}
 
 /// A contiguous tensor at `offset` bytes of rank's slot. It is memory of the lease: never let it
 /// out of the operation.

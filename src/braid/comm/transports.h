@@ -3,13 +3,9 @@
 #pragma once
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/sums.h"
 
 namespace braid {
-
-/// The dtype that sums are made in: f32 for half types, else the same.
-inline at::ScalarType sum_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-}
 
 inline std::int64_t row_elements(const at::Tensor& x) {
   return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(1));
@@ -26,10 +22,10 @@ inline std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t row
 namespace shared {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
-                                         std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
-                                     at::Tensor out);
+Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                                std::vector<std::int64_t> rows);
+Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
+                            ReduceOp op, at::Tensor out);
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows);

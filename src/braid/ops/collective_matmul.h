@@ -33,6 +33,12 @@ enum class Mode : std::uint8_t {
 struct MatmulOptions {
   Mode mode = Mode::automatic;
   int num_chunks = 2;  // of mode chunked; at most 32, and no more than there are rows
+  // Of mode fused, reductions: one partial goes round and every matmul adds to it, instead of partials
+  // straight to the owner (NOTE [ring] in ops/reduce_stream.cpp).
+  bool ring = false;
+  // Half types: multiplied in their own type (true), or through f32; not given: what is faster on
+  // this CPU, by type. Mode automatic measures it.
+  std::optional<bool> native = {};
   // The features of the weight's split dim over all ranks, where the ranks' shares differ; 0: they
   // are equal. Mode automatic needs it, so that all ranks speak of the same operation.
   std::int64_t whole_features = 0;
@@ -84,18 +90,18 @@ void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor
 
 /// y_shard = reduce_scatter(x @ weight^T) + bias, bias added once.
 ///   Shapes  x [t, k_r] the same t on all ranks   weight [n, k_r]   bias [n]
-///           returns [split_rows(t, R)[rank], n]
+///           returns [rows[rank], n]
+///   rows    how many rows each rank gets, the same on all ranks; empty: split_rows(t, R)
 ///   Keeps   a large result owns a slot of shared memory until it is freed (NOTE [kept result])
 ///   Cost    (R-1)/R * t * n sums written to the peers; 2 * t * k_r * n flop
-[[nodiscard]] Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group,
-                                                              const at::Tensor& x,
-                                                              const at::Tensor& weight,
-                                                              const at::Tensor& bias = {},
-                                                              MatmulOptions options = {});
+[[nodiscard]] Pending<at::Tensor> start_matmul_reduce_scatter(
+    const Group& group, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {},
+    MatmulOptions options = {}, std::vector<std::int64_t> rows = {});
 [[nodiscard]] at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x,
                                                const at::Tensor& weight,
                                                const at::Tensor& bias = {},
-                                               MatmulOptions options = {});
+                                               MatmulOptions options = {},
+                                               std::vector<std::int64_t> rows = {});
 
 /// y = all_reduce(x @ weight^T) + bias, bias added once.
 ///   Shapes  x [..., k_r]   weight [n, k_r]   bias [n]   returns [..., n]

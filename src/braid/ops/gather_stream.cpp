@@ -148,10 +148,11 @@ class ChunkGather final : public GatherStream {
 }  // namespace
 
 std::unique_ptr<GatherStream> make_gather_stream(const Group& group, const char* name,
-                                                 const at::Tensor& x_shard, int num_chunks,
+                                                 const at::Tensor& x_shard, const Plan& plan,
                                                  std::vector<std::int64_t> rows) {
-  if (num_chunks == 0) return std::make_unique<PeerGather>(group, name, x_shard, std::move(rows));
-  return std::make_unique<ChunkGather>(group, x_shard, num_chunks, std::move(rows));
+  if (plan.num_chunks == 0)
+    return std::make_unique<PeerGather>(group, name, x_shard, std::move(rows));
+  return std::make_unique<ChunkGather>(group, x_shard, plan.num_chunks, std::move(rows));
 }
 
 }  // namespace braid

@@ -2,7 +2,7 @@
 // a partial product goes.
 //
 // A stream is one operation of its group, used by one thread: next() until it is empty, and for a
-// reduce stream finish(). `num_chunks` 0 means fused: tiles are read and written in the peers' memory, own tile
+// reduce stream finish(). Fused, tiles are read and written in the peers' memory, own tile
 // first when gathering (its peers' payload arrives meanwhile), own tile last when reducing (its
 // peers' partials arrive meanwhile). Otherwise each chunk is a split-phase collective, in flight
 // while the previous chunk is multiplied; 1 chunk is the serial form. No more chunks are made than
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "braid/comm/group.h"
+#include "braid/ops/plan.h"
 
 namespace braid {
 
@@ -51,14 +52,14 @@ inline int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) 
 ///   rows   t_r of every rank, or empty
 ///   name   of the operation, in errors and traces
 std::unique_ptr<GatherStream> make_gather_stream(const Group& group, const char* name,
-                                                 const at::Tensor& x_shard, int num_chunks,
+                                                 const at::Tensor& x_shard, const Plan& plan,
                                                  std::vector<std::int64_t> rows);
 
 /// Rows [begin, begin + rows) of x belong into out [rows, n].
 struct PartialTile {
   std::int64_t begin, rows;
-  at::Tensor out;
-  bool accumulate;  // add to what out holds; else overwrite
+  at::Tensor out;   // in the result's dtype, or that of its sums
+  bool accumulate;  // add to what out holds (in the dtype of sums); else overwrite
 };
 
 class ReduceStream {
@@ -80,6 +81,6 @@ struct ReduceShape {
   bool all_reduce = false;  // every rank gets all rows; else each its own
 };
 std::unique_ptr<ReduceStream> make_reduce_stream(const Group& group, const char* name,
-                                                 ReduceShape shape, int num_chunks);
+                                                 ReduceShape shape, const Plan& plan);
 
 }  // namespace braid

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "braid/comm/transports.h"
+#include "braid/comm/sums.h"
 #include "braid/core/trace.h"
 
 namespace braid {

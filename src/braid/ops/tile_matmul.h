@@ -13,6 +13,11 @@ namespace braid {
 /// Whether this CPU multiplies `dtype` faster in ATen's own matmul than through f32.
 bool is_native(at::ScalarType dtype);
 
+/// Whether there are two ways to multiply x: a half type.
+inline bool has_native_form(const at::Tensor& x) {
+  return at::isReducedFloatingType(x.scalar_type());
+}
+
 /// y (+)= x @ weight^T for many row tiles of one x. Keeps `weight` (an f32 copy of a half one that
 /// is not multiplied natively).
 class TileMatmul {

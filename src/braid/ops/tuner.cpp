@@ -2,106 +2,282 @@
 #include "braid/ops/tuner.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <bit>
+#include <cerrno>
 #include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <vector>
 
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
-#include "braid/core/trace.h"
+#include "braid/ops/tile_matmul.h"
 
 namespace braid::tuner {
 namespace {
 
+// A candidate this much slower than the best one is not measured further.
+constexpr double kHopeless = 1.5, kClose = 1.06;
 constexpr int kRounds = 5;
-// Below this many rows a rank, cutting the matmul costs more than it hides (measured:
-// docs/design.md).
+constexpr double kShortest = 2e-3;  // seconds that are timed at once, at least
+// Below this many rows a rank, cutting the matmul costs more than it hides (measured: docs/design.md).
 constexpr std::int64_t kFewRows = 128;
+// Below this many rows, converting a half weight to f32 costs more than the product.
+constexpr std::int64_t kFewHalfRows = 64;
 
-thread_local std::map<std::string, int> table;
+thread_local std::map<std::string, Plan> table;
+thread_local std::map<std::string, Plan> pins;  // keys with *
 thread_local bool live = true;
 
-std::string text_of(const Group& group, const Key& key) {
-  return fmt::format("{} {} {} {} {} {} {}", key.op, key.m, key.n, key.k, c10::toString(key.dtype),
-                     group.size(), group.memory() != nullptr ? "host" : "network");
+// File of choices.
+constexpr const char* kCpu = "cpu";
+constexpr const char* kChoices = "choices";
+
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    const auto colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return "unknown";
 }
 
-int measure(const Group& group, const std::vector<int>& candidates,
-            const std::function<void(int)>& trial) {
-  std::vector<std::vector<double>> seconds(candidates.size());
-  for (int round = 0; round < 1 + kRounds; ++round) {  // the first one warms up
-    for (std::size_t c = 0; c < candidates.size(); ++c) {
-      barrier(group);
-      const auto begin = std::chrono::steady_clock::now();
-      trial(candidates[c]);
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      if (round > 0) seconds[c].push_back(elapsed.count());
+std::string text_of(const Group& group, const Key& key) {
+  const auto m = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(key.m)));
+  return fmt::format("{} m={} n={} k={} {} ranks={} {}", key.op, m, key.n, key.k,
+                     dtype_name(key.dtype), group.size(),
+                     group.memory() != nullptr ? "host" : "network");
+}
+
+bool matches(const std::string& pin, const std::string& key) {
+  std::istringstream pin_words(pin), key_words(key);
+  std::string a, b;
+  while (pin_words >> a && key_words >> b) {
+    const bool any = a == "*" || (a.ends_with("=*") && b.starts_with(a.substr(0, a.size() - 1)));
+    if (!any && a != b) return false;
+  }
+  return pin_words.eof() == key_words.eof();
+}
+
+const Plan* known(const std::string& key) {
+  const Plan* best = nullptr;
+  std::ptrdiff_t fewest = 0;
+  for (const auto& [pin, plan] : pins) {
+    const auto stars = std::count(pin.begin(), pin.end(), '*');
+    if ((best == nullptr || stars < fewest) && matches(pin, key)) {
+      best = &plan;
+      fewest = stars;
     }
   }
-  at::Tensor slowest =
-      at::empty({static_cast<std::int64_t>(candidates.size()), kRounds}, at::kDouble);
-  for (std::size_t c = 0; c < candidates.size(); ++c)
-    for (int round = 0; round < kRounds; ++round)
-      slowest[static_cast<std::int64_t>(c)][round] = seconds[c][static_cast<std::size_t>(round)];
-  slowest = all_reduce(group, slowest, ReduceOp::max);
-  return candidates[static_cast<std::size_t>(
-      std::get<0>(slowest.median(1)).argmin().item<std::int64_t>())];
+  if (best != nullptr) return best;
+  const auto found = table.find(key);
+  return found == table.end() ? nullptr : &found->second;
 }
 
-int by_rule(const Group& group, const Key& key) {
-  if (key.m < kFewRows * group.size()) return 1;
-  return group.memory() != nullptr ? 0 : 4;
+std::vector<Plan> candidates(const Group& group, const Key& key) {
+  std::vector<Plan> plans;
+  const bool on_host = group.memory() != nullptr;
+  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8}) {
+    plans.push_back({.num_chunks = num_chunks});
+    if (num_chunks == 0 && key.reduces && group.size() > 2)
+      plans.push_back({.num_chunks = 0, .ring = true});
+  }
+  if (key.has_native) {
+    const std::vector<Plan> converted = plans;
+    for (Plan plan : converted) {
+      plan.native = true;
+      if (!plan.ring) plans.push_back(plan);  // a ring sums in f32
+    }
+  }
+  return plans;
+}
+
+/// Seconds of each candidate, of the slowest rank: rounds of `calls` calls, interleaved.
+std::vector<std::vector<double>> time(const Group& group, const std::vector<Plan>& plans,
+                                      int rounds, int calls,
+                                      const std::function<void(const Plan&)>& trial) {
+  const auto num = static_cast<std::int64_t>(plans.size());
+  at::Tensor seconds = at::empty({num, rounds}, at::kDouble);
+  for (int round = 0; round < rounds; ++round) {
+    for (std::int64_t i = 0; i < num; ++i) {
+      const std::int64_t p = (i + round) % num;
+      barrier(group);
+      const auto begin = std::chrono::steady_clock::now();
+      for (int call = 0; call < calls; ++call) trial(plans[static_cast<std::size_t>(p)]);
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      seconds[p][round] = elapsed.count() / calls;
+    }
+  }
+  seconds = all_reduce(group, seconds, ReduceOp::max);
+  std::vector<std::vector<double>> result;
+  for (std::int64_t p = 0; p < num; ++p) {
+    const auto* row = seconds.const_data_ptr<double>() + p * rounds;
+    result.emplace_back(row, row + rounds);
+  }
+  return result;
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+/// The fastest plan: all are tried once to warm up and once more; the hopeless ones go; those that
+/// are still close to the best after kRounds rounds get twice as many more.
+Plan measure(const Group& group, std::vector<Plan> plans,
+             const std::function<void(const Plan&)>& trial) {
+  const auto keep = [&](auto& times, double within) {
+    std::vector<double> medians;
+    for (const auto& each : times) medians.push_back(median(each));
+    const double best = *std::min_element(medians.begin(), medians.end());
+    std::size_t kept = 0;
+    for (std::size_t p = 0; p < plans.size(); ++p) {
+      if (medians[p] > within * best) continue;
+      plans[kept] = plans[p];
+      times[kept++] = times[p];
+    }
+    plans.resize(kept);
+    times.resize(kept);
+    return best;
+  };
+  (void)time(group, plans, 1, 1, trial);
+  auto first = time(group, plans, 1, 1, trial);
+  const double best = keep(first, kHopeless);
+  const int calls = static_cast<int>(std::clamp(std::ceil(kShortest / best), 1.0, 100.0));
+  auto times = time(group, plans, kRounds, calls, trial);
+  keep(times, kClose);
+  if (plans.size() > 1) {
+    const auto more = time(group, plans, 2 * kRounds, calls, trial);
+    for (std::size_t p = 0; p < plans.size(); ++p)
+      times[p].insert(times[p].end(), more[p].begin(), more[p].end());
+    keep(times, 1.0);
+  }
+  return plans[0];
+}
+
+Plan by_rule(const Group& group, const Key& key) {
+  Plan plan{.num_chunks = key.m < kFewRows * group.size() ? 1 : group.memory() != nullptr ? 0 : 4};
+  plan.native = key.has_native && (is_native(key.dtype) || key.m < kFewHalfRows);
+  return plan;
+}
+
+/// As the caller's options say; mode automatic aside.
+Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) {
+  Plan plan = by_rule(group, key);
+  if (options.native) plan.native = *options.native && key.has_native;
+  plan.ring = options.ring && key.reduces && options.mode == Mode::fused;
+  if (plan.ring) plan.native = false;
+  plan.num_chunks = options.mode == Mode::serial ? 1 : options.num_chunks;
+  if (options.mode == Mode::chunked) {
+    BRAID_CHECK(options.num_chunks >= 1, key.op, ": num_chunks is ", options.num_chunks,
+                ", at least 1 is needed");
+  } else if (options.mode == Mode::fused) {
+    if (group.memory() != nullptr) {
+      plan.num_chunks = 0;
+      return plan;
+    }
+    static std::once_flag said;
+    std::call_once(said, [&] {
+      warn(fmt::format(
+          "{}: mode fused needs all ranks of group {} on one host with shared memory; runs "
+          "chunked instead",
+          key.op, group.name()));
+    });
+    plan.num_chunks = std::max(options.num_chunks, 2);
+    plan.ring = false;
+  }
+  return plan;
 }
 
 }  // namespace
 
-int choose(const Group& group, const Key& key, const MatmulOptions& options,
-           const std::function<void(int)>& trial) {
-  switch (options.mode) {
-    case Mode::serial:
-      return 1;
-    case Mode::chunked:
-      BRAID_CHECK(options.num_chunks >= 1, key.op, ": num_chunks is ", options.num_chunks,
-                  ", at least 1 is needed");
-      return options.num_chunks;
-    case Mode::fused: {
-      if (group.memory() != nullptr) return 0;
-      static std::once_flag said;
-      std::call_once(said, [&] {
-        warn(fmt::format(
-            "{}: mode fused needs all ranks of group {} on one host with shared memory; runs "
-            "chunked instead",
-            key.op, group.name()));
-      });
-      return std::max(options.num_chunks, 2);
-    }
-    case Mode::automatic:
-      break;
-  }
+Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
+            const std::function<void(const Plan&)>& trial) {
+  if (options.mode != Mode::automatic) return as_asked(group, key, options);
+  if (key.m == 0) return {};
   const std::string text = text_of(group, key);
-  if (const auto found = table.find(text); found != table.end()) return found->second;
-  const std::vector<int> candidates =
-      group.memory() != nullptr ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8};
-  const int chosen = live ? measure(group, candidates, trial) : by_rule(group, key);
-  return table[text] = chosen;
+  if (const Plan* plan = known(text)) {
+    BRAID_CHECK(plan->num_chunks != 0 || group.memory() != nullptr, "the tuner's choice for ", text,
+                " is '", to_text(*plan), "', but group ", group.name(), " shares no memory");
+    Plan result = *plan;
+    result.ring = result.ring && key.reduces;
+    result.native = result.native && key.has_native && !result.ring;
+    return result;
+  }
+  return table[text] = live ? measure(group, candidates(group, key), trial) : by_rule(group, key);
+}
+
+const char* dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "f32";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kHalf:
+      return "fp16";
+    default:
+      return c10::toString(dtype);
+  }
 }
 
 void allow_live(bool on) { live = on; }
 
-nlohmann::json choices() { return nlohmann::json(table); }
+nlohmann::json choices() {
+  nlohmann::json result = nlohmann::json::object();
+  for (const auto* each : {&pins, &table})
+    for (const auto& [key, plan] : *each) result[key] = to_text(plan);
+  return result;
+}
 
 void set_choices(const nlohmann::json& choices) {
   BRAID_CHECK(choices.is_object(), "tuner choices are ", choices.type_name(),
               ", expected an object");
   for (const auto& [key, value] : choices.items()) {
-    BRAID_CHECK(value.is_number_integer() && value.get<int>() >= 0, "tuner choice of '", key,
-                "' is ", value.dump(), ", expected a number of chunks");
-    table[key] = value.get<int>();
+    BRAID_CHECK(value.is_string(), "the tuner's choice for '", key, "' is ", value.dump(),
+                ", expected a plan such as \"fused\"");
+    const bool is_pin = key.find('*') != std::string::npos;
+    (is_pin ? pins : table)[key] = plan_from_text(value.get<std::string>());
   }
+}
+
+void read_choices(const std::string& path) {
+  std::ifstream in(path);
+  if (!in) {
+    BRAID_CHECK(errno == ENOENT, "can't read ", path, ": ", std::strerror(errno));
+    return;
+  }
+  try {
+    const auto file = nlohmann::json::parse(in);
+    set_choices(file.at(kChoices));
+    const auto cpu = file.value(kCpu, std::string());
+    if (cpu != cpu_name())
+      warn(fmt::format("{} was measured on another CPU ({}; this is {})", path, cpu, cpu_name()));
+  } catch (const nlohmann::json::exception& error) {
+    BRAID_CHECK(false, path, " is not a file of tuner choices: ", error.what());
+  } catch (const c10::ValueError& error) {
+    BRAID_CHECK(false, path, ": ", error.what_without_backtrace());
+  }
+}
+
+void write_choices(const std::string& path) {
+  const std::string partial = fmt::format("{}.partial.{}", path, ::getpid());
+  std::ofstream out(partial);
+  out << nlohmann::json{{kCpu, cpu_name()}, {kChoices, choices()}}.dump(1) << '\n';
+  out.close();
+  const bool failed = !out || std::rename(partial.c_str(), path.c_str()) != 0;
+  const int error = errno;
+  if (failed) std::remove(partial.c_str());
+  TORCH_CHECK(!failed, "can't write ", path, ": ", std::strerror(error));
 }
 
 }  // namespace braid::tuner

@@ -1,5 +1,13 @@
 // Which way an operation runs: the caller's mode, or in mode automatic the fastest one as measured
 // by all ranks together.
+//
+// NOTE [table]. Choices are kept per thread (a rank) under a key such as
+// "matmul_all_reduce m=1024 n=1024 k=4096 float32 ranks=2 host", where m is the rows of the whole
+// product rounded up to a power of two, so that a token count that changes at every call is not
+// measured at every call; n and k are of the whole product; and "host" (shared memory) or
+// "network" is where the ranks are. Values are plans (ops/plan.h). A person may edit them, and may
+// put * for any field of a key: such a pin goes before measured choices, the one with the fewest *
+// first. Every pass looks its own operation up: forward, input gradient and weight gradient.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +17,7 @@
 
 #include "braid/comm/group.h"
 #include "braid/ops/collective_matmul.h"
+#include "braid/ops/plan.h"
 
 namespace braid::tuner {
 
@@ -17,23 +26,35 @@ struct Key {
   const char* op;
   std::int64_t m, n, k;
   at::ScalarType dtype;
+  bool reduces = false;     // sums over ranks: a ring is among the candidates
+  bool has_native = false;  // half types: their own matmul is, too
 };
 
-/// The number of chunks to run with: 0 is fused, 1 serial. In mode automatic, for a key not yet in
-/// this thread's table: measured, if live tuning is on, by running `trial(num_chunks)` several
-/// times for each candidate, interleaved, median of the slowest rank; else by a rule of thumb.
+/// How to run. In mode automatic, for a key that is not in this thread's table: measured, if live
+/// tuning is on, by running `trial(plan)` several times for each candidate, interleaved, median of
+/// the slowest rank; else by a rule of thumb.
 ///   Order   collective in mode automatic
 ///   Errors  ValueError when num_chunks of mode chunked is below 1
-int choose(const Group& group, const Key& key, const MatmulOptions& options,
-           const std::function<void(int)>& trial);
+Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
+            const std::function<void(const Plan&)>& trial);
 
 /// Live tuning of this thread (a rank), on by default; --deterministic turns it off.
 void allow_live(bool on);
 
-/// This thread's choices, as they go into a checkpoint: {"<op> <m> <n> <k>
-/// <dtype> <ranks> <locality>": num_chunks}.
+/// As keys have it: f32, bf16, fp16; other types by their ATen name.
+const char* dtype_name(at::ScalarType dtype);
+
+/// This thread's choices: {key: plan}. They go into a checkpoint.
 nlohmann::json choices();
 /// Adds choices made before. Errors: ValueError when it is not such an object.
 void set_choices(const nlohmann::json& choices);
+
+/// Reads choices from a file that write_choices made, perhaps edited; none if there is no file.
+/// Warns when they were measured on another CPU.
+///   Errors  ValueError naming the file when it does not parse
+void read_choices(const std::string& path);
+/// Writes this thread's choices and the CPU's name, one choice a line; replaces the file whole.
+///   Errors  c10::Error naming the path
+void write_choices(const std::string& path);
 
 }  // namespace braid::tuner

@@ -1,0 +1,107 @@
+// What the collective matmuls share: checks of their operands, rows of every rank, the choice of a plan.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+#include "braid/comm/collectives.h"
+#include "braid/comm/sums.h"
+#include "braid/core/check.h"
+#include "braid/ops/collective_matmul.h"
+#include "braid/ops/tuner.h"
+
+namespace braid {
+
+/// x as rows: [..., k] -> [rows, k].
+inline at::Tensor as_rows(const char* op, const char* what, const at::Tensor& x) {
+  BRAID_CHECK(x.dim() >= 2, op, ": ", what, " has ", x.dim(), " dims, at least 2 are needed");
+  return x.detach().reshape({-1, x.size(-1)});
+}
+
+inline void check_weight(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                         const at::Tensor& bias) {
+  BRAID_CHECK(weight.dim() == 2, op, ": weight has ", weight.dim(), " dims, expected [n, k]");
+  BRAID_CHECK(x.size(-1) == weight.size(1), op, ": inner dimensions differ: x has k = ", x.size(-1),
+              ", weight has k = ", weight.size(1));
+  BRAID_CHECK(x.scalar_type() == weight.scalar_type(), op, ": dtypes differ: x is ",
+              x.scalar_type(), ", weight is ", weight.scalar_type());
+  BRAID_CHECK(x.is_floating_point(), op, ": x is ", x.scalar_type(), ", a floating type is needed");
+  if (!bias.defined()) return;
+  BRAID_CHECK(bias.dim() == 1 && bias.size(0) == weight.size(0), op, ": bias has shape ",
+              bias.sizes(), ", weight has n = ", weight.size(0));
+  BRAID_CHECK(bias.scalar_type() == x.scalar_type(), op, ": dtypes differ: x is ", x.scalar_type(),
+              ", bias is ", bias.scalar_type());
+}
+
+/// The size over all ranks of the dim that is split over them.
+inline std::int64_t whole_features(const Group& group, std::int64_t share,
+                                   const MatmulOptions& options) {
+  return options.whole_features > 0 ? options.whole_features : share * group.size();
+}
+
+inline std::int64_t total(const std::vector<std::int64_t>& rows) {
+  return std::reduce(rows.begin(), rows.end());
+}
+
+/// How a gathering operation runs; fills in rows (of every rank) where choosing needs them.
+inline Plan choose_gather(const Group& group, const char* op, const at::Tensor& x_shard,
+                          std::int64_t n, bool has_native, const MatmulOptions& options,
+                          std::vector<std::int64_t>& rows,
+                          const std::function<void(const Plan&)>& trial) {
+  if (options.mode == Mode::automatic && rows.empty())
+    rows = all_gather_rows(group, x_shard.size(0));
+  const std::int64_t m = total(rows);
+  return tuner::choose(group,
+                       {op, m, whole_features(group, n, options), x_shard.size(1),
+                        x_shard.scalar_type(), /*reduces=*/false, has_native},
+                       options, trial);
+}
+
+/// Rows of `rows` ranks of a shard with leading dims [t_r, ...] as rows of the flattened shard.
+inline std::vector<std::int64_t> flat_rows(const at::Tensor& x, std::vector<std::int64_t> rows) {
+  const std::int64_t inner =
+      c10::multiply_integers(x.sizes().slice(1, static_cast<std::size_t>(x.dim()) - 2));
+  for (auto& n : rows) n *= inner;
+  return rows;
+}
+
+/// `rows` of every rank as the caller gave them, checked and flattened; empty if not given.
+inline std::vector<std::int64_t> given_rows(const Group& group, const char* op,
+                                            const at::Tensor& x_shard,
+                                            std::vector<std::int64_t> rows) {
+  if (rows.empty()) return rows;
+  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": rows has ", rows.size(),
+              " entries, group ", group.name(), " has ", group.size(), " ranks");
+  BRAID_CHECK(rows[static_cast<std::size_t>(group.rank())] == x_shard.size(0), op,
+              ": rows of rank ", group.rank(), " are given as ",
+              rows[static_cast<std::size_t>(group.rank())], ", its shard has ", x_shard.size(0));
+  return flat_rows(x_shard, std::move(rows));
+}
+
+/// Checks how the rows of x are split over the ranks, where the caller says it.
+inline void check_split(const Group& group, const char* op, const at::Tensor& x,
+                        const std::vector<std::int64_t>& rows) {
+  if (rows.empty()) return;
+  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": rows has ", rows.size(),
+              " entries, group ", group.name(), " has ", group.size(), " ranks");
+  for (const std::int64_t n : rows) BRAID_CHECK(n >= 0, op, ": rows has an entry of ", n);
+  BRAID_CHECK(total(rows) == x.size(0), op, ": rows of the ranks add up to ", total(rows),
+              ", x has ", x.size(0));
+}
+
+/// y [rows, n] with the leading dims of x, the first of which is what the rows make it.
+inline at::Tensor with_leading_dims(const at::Tensor& y, const at::Tensor& x) {
+  if (x.dim() == 2) return y;
+  auto shape = x.sizes().vec();
+  shape.back() = y.size(1);
+  const std::int64_t inner =
+      c10::multiply_integers(x.sizes().slice(1, static_cast<std::size_t>(x.dim()) - 2));
+  shape[0] = inner == 0 ? x.size(0) : y.size(0) / inner;
+  return y.view(shape);
+}
+
+}  // namespace braid
