@@ -271,10 +271,14 @@ void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
     wait(control(peer).entries[sequence % kEntries].released, released(sequence), peer, op);
 }
 
+int SharedMemory::num_in_flight() const {
+  return static_cast<int>(std::count_if(slots_->begin(), slots_->end(),
+                                        [](const Slot& slot) { return slot.in_flight; }));
+}
+
 std::size_t SharedMemory::take_slot(const char* op) {
   const std::vector<Slot>& slots = *slots_;
-  const auto in_flight =
-      std::count_if(slots.begin(), slots.end(), [](const Slot& slot) { return slot.in_flight; });
+  const int in_flight = num_in_flight();
   BRAID_CHECK(in_flight < kInFlight, op, ": ", in_flight,
               " operations are started and not waited for; ", kInFlight, " is the limit");
   std::size_t oldest = slots.size();

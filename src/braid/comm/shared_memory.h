@@ -93,6 +93,8 @@ class SharedMemory {
   Lease start(const Header& header, std::size_t bytes);
 
   int rank() const { return rank_; }
+  /// Operations of this rank that are started and not finished.
+  int num_in_flight() const;
   int size() const { return static_cast<int>(regions_.size()); }
 
   SharedMemory(const SharedMemory&) = delete;

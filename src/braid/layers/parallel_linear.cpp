@@ -169,6 +169,8 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     const bool needs_dx = ctx->needs_input_grad(0);
 
     WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
+    if (needs_dx && sharded && options.sequence_parallel)  // before anything is in flight
+      tune_matmul_reduce_scatter(*options.group, dy, weight.t(), options.matmul);
     // x is published before dx is started and dx is on its way while dW is computed.
     Pending<void> dw_pending;
     if (gradient.dw.defined() && sharded && options.sequence_parallel && !saved->x_is_gathered)

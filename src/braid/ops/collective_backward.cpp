@@ -130,7 +130,7 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
   else
     run({}, false);
   if (db.defined()) db.add_(db_sum);
-  return need_dx ? with_leading_dims(dx, x) : dx;
+  return need_dx ? with_leading_dims(dx, x.sizes()) : dx;
 }
 
 }  // namespace braid

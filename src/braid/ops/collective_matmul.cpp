@@ -63,8 +63,8 @@ GatheredMatmul all_gather_matmul(const Group& group, const char* op, const at::T
     };
     run(choose_gather(group, op, x, w.size(0), has_native_form(x), options, rows, run));
   }
-  result.y = with_leading_dims(result.y, x_shard);
-  if (keep) result.x_full = with_leading_dims(result.x_full, x_shard);
+  result.y = with_leading_dims(result.y, x_shard.sizes());
+  if (keep) result.x_full = with_leading_dims(result.x_full, x_shard.sizes());
   return result;
 }
 
@@ -87,48 +87,84 @@ GatheredMatmul all_gather_matmul_v2(const Group& group, const at::Tensor& x_shar
 
 namespace {
 
-Pending<at::Tensor> start_reducing(const Group& group, const char* op, const at::Tensor& x,
-                                   const at::Tensor& weight, const at::Tensor& bias,
-                                   const MatmulOptions& options, bool all_reduce,
-                                   std::vector<std::int64_t> split) {
-  const trace::Operation operation(op);
-  const at::Tensor rows = as_rows(op, "x", x), w = weight.detach();
-  check_weight(op, rows, w, bias);
-  check_split(group, op, x, split);
-  if (group.size() == 1) {
-    const at::Tensor y = with_leading_dims(multiply_whole(rows, w, bias), x);
+/// A matmul whose products are summed over the ranks.
+class ReducedMatmul {
+ public:
+  ReducedMatmul(const Group& group, const char* op, const at::Tensor& x, const at::Tensor& weight,
+                const at::Tensor& bias, const MatmulOptions& options,
+                std::vector<std::int64_t> split)
+      : group_(group),
+        op_(op),
+        sizes_(x.sizes().vec()),
+        x_(as_rows(op, "x", x)),
+        weight_(weight.detach()),
+        options_(options) {
+    check_weight(op, x_, weight_, bias);
+    check_split(group, op, x, split);
+    shape_.all_reduce = op == kAllReduce;
+    if (shape_.all_reduce)
+      shape_.rows = split_rows(x_.size(0), group.size());
+    else
+      shape_.rows =
+          flat_rows(x, split.empty() ? split_rows(x.size(0), group.size()) : std::move(split));
+    shape_.n = weight.size(0);
+    shape_.dtype = x.scalar_type();
+    if (bias.defined()) shape_.bias = bias.detach();
+  }
+
+  Plan plan() const {
+    return tuner::choose(group_,
+                         {op_, x_.size(0), shape_.n, whole_features(group_, x_.size(1), options_),
+                          shape_.dtype, /*reduces=*/true, has_native_form(x_)},
+                         options_, [this](const Plan& plan) { (void)start(plan).wait(); });
+  }
+
+  Pending<at::Tensor> start(const Plan& plan) const {
+    auto started = std::make_shared<Started>(make_reduce_stream(group_, op_, shape_, plan),
+                                             TileMatmul(weight_, plan.native), x_);
+    started->multiply(/*to_end=*/false);
+    return Pending<at::Tensor>([started, op = op_, sizes = sizes_] {
+      const trace::Operation finishing(op, trace::resumed);
+      started->multiply(/*to_end=*/true);
+      return with_leading_dims(started->stream->finish(), sizes);
+    });
+  }
+
+  Pending<at::Tensor> start() const {
+    if (group_.size() > 1) return start(plan());
+    const at::Tensor y = with_leading_dims(multiply_whole(x_, weight_, shape_.bias), sizes_);
     return Pending<at::Tensor>([y] { return y; });
   }
-  if (!all_reduce)
-    split = flat_rows(x, split.empty() ? split_rows(x.size(0), group.size()) : std::move(split));
-  else
-    split = split_rows(rows.size(0), group.size());
-  const ReduceShape shape{std::move(split), w.size(0), x.scalar_type(),
-                          bias.defined() ? bias.detach() : bias, all_reduce};
-  const auto multiply_until_wait = [rows](ReduceStream& stream, const TileMatmul& matmul,
-                                          bool to_end) {
-    while (to_end || !stream.next_waits()) {
-      const auto tile = stream.next();
-      if (!tile) return;
-      matmul.multiply(rows.narrow(0, tile->begin, tile->rows), tile->out, tile->accumulate);
+
+  static constexpr const char* kReduceScatter = "matmul_reduce_scatter";
+  static constexpr const char* kAllReduce = "matmul_all_reduce";
+
+ private:
+  struct Started {
+    Started(std::unique_ptr<ReduceStream> the_stream, TileMatmul the_matmul, at::Tensor the_x)
+        : stream(std::move(the_stream)), matmul(std::move(the_matmul)), x(std::move(the_x)) {}
+    /// Multiplies tiles until the last one, or until the next would wait for a peer.
+    void multiply(bool to_end) {
+      while (to_end || !stream->next_waits()) {
+        const auto tile = stream->next();
+        if (!tile) return;
+        const bool is_all = tile->rows == x.size(0);
+        matmul.multiply(is_all ? x : x.narrow(0, tile->begin, tile->rows), tile->out,
+                        tile->accumulate);
+      }
     }
+    std::unique_ptr<ReduceStream> stream;
+    TileMatmul matmul;
+    at::Tensor x;
   };
-  const auto start = [&, op](const Plan& plan) {
-    std::shared_ptr<ReduceStream> stream = make_reduce_stream(group, op, shape, plan);
-    const auto matmul = std::make_shared<TileMatmul>(w, plan.native);
-    multiply_until_wait(*stream, *matmul, false);
-    return Pending<at::Tensor>([stream, matmul, x, multiply_until_wait, op] {
-      const trace::Operation finishing(op, trace::resumed);
-      multiply_until_wait(*stream, *matmul, true);
-      return with_leading_dims(stream->finish(), x);
-    });
-  };
-  return start(tuner::choose(
-      group,
-      {op, rows.size(0), w.size(0), whole_features(group, w.size(1), options), x.scalar_type(),
-       /*reduces=*/true, has_native_form(x)},
-      options, [&](const Plan& plan) { (void)start(plan).wait(); }));
-}
+
+  const Group& group_;
+  const char* op_;
+  std::vector<std::int64_t> sizes_;  // of the caller's x
+  at::Tensor x_, weight_;
+  MatmulOptions options_;
+  ReduceShape shape_;
+};
 
 }  // namespace
 
@@ -136,8 +172,9 @@ Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group, const at::Te
                                                 const at::Tensor& weight, const at::Tensor& bias,
                                                 MatmulOptions options,
                                                 std::vector<std::int64_t> rows) {
-  return start_reducing(group, "matmul_reduce_scatter", x, weight, bias, options, false,
-                        std::move(rows));
+  constexpr const char* kOp = ReducedMatmul::kReduceScatter;
+  const trace::Operation operation(kOp);
+  return ReducedMatmul(group, kOp, x, weight, bias, options, std::move(rows)).start();
 }
 
 at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
@@ -146,10 +183,20 @@ at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x, const 
   return start_matmul_reduce_scatter(group, x, weight, bias, options, std::move(rows)).wait();
 }
 
+void tune_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
+                                MatmulOptions options, std::vector<std::int64_t> rows) {
+  constexpr const char* kOp = ReducedMatmul::kReduceScatter;
+  const trace::Operation operation(kOp, trace::resumed);
+  if (options.mode == Mode::automatic && group.size() > 1)
+    (void)ReducedMatmul(group, kOp, x, weight, {}, options, std::move(rows)).plan();
+}
+
 Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
                                             const at::Tensor& weight, const at::Tensor& bias,
                                             MatmulOptions options) {
-  return start_reducing(group, "matmul_all_reduce", x, weight, bias, options, true, {});
+  constexpr const char* kOp = ReducedMatmul::kAllReduce;
+  const trace::Operation operation(kOp);
+  return ReducedMatmul(group, kOp, x, weight, bias, options, {}).start();
 }
 
 at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x, const at::Tensor& weight,

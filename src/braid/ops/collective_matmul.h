@@ -103,6 +103,11 @@ void all_gather_wgrad(const Group& group, const at::Tensor& dy, const at::Tensor
                                                MatmulOptions options = {},
                                                std::vector<std::int64_t> rows = {});
 
+/// Makes mode automatic's choice for that operation now: while another operation of the group is in
+/// flight nothing is measured, and a rule of thumb serves. Order: collective.
+void tune_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
+                                MatmulOptions options = {}, std::vector<std::int64_t> rows = {});
+
 /// y = all_reduce(x @ weight^T) + bias, bias added once.
 ///   Shapes  x [..., k_r]   weight [n, k_r]   bias [n]   returns [..., n]
 ///   Keeps   as matmul_reduce_scatter

@@ -93,14 +93,13 @@ inline void check_split(const Group& group, const char* op, const at::Tensor& x,
               ", x has ", x.size(0));
 }
 
-/// y [rows, n] with the leading dims of x, the first of which is what the rows make it.
-inline at::Tensor with_leading_dims(const at::Tensor& y, const at::Tensor& x) {
-  if (x.dim() == 2) return y;
-  auto shape = x.sizes().vec();
+/// y [rows, n] with leading dims as in `sizes`, the first of which is what the rows make it.
+inline at::Tensor with_leading_dims(const at::Tensor& y, at::IntArrayRef sizes) {
+  if (sizes.size() == 2) return y;
+  auto shape = sizes.vec();
   shape.back() = y.size(1);
-  const std::int64_t inner =
-      c10::multiply_integers(x.sizes().slice(1, static_cast<std::size_t>(x.dim()) - 2));
-  shape[0] = inner == 0 ? x.size(0) : y.size(0) / inner;
+  const std::int64_t inner = c10::multiply_integers(sizes.slice(1, sizes.size() - 2));
+  shape[0] = inner == 0 ? sizes[0] : y.size(0) / inner;
   return y.view(shape);
 }
 

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/shared_memory.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
 #include "braid/ops/tile_matmul.h"

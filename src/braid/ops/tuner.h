@@ -32,7 +32,8 @@ struct Key {
 
 /// How to run. In mode automatic, for a key that is not in this thread's table: measured, if live
 /// tuning is on, by running `trial(plan)` several times for each candidate, interleaved, median of
-/// the slowest rank; else by a rule of thumb.
+/// the slowest rank; else by a rule of thumb, as while another operation of the group is in flight
+/// (then it is not kept).
 ///   Order   collective in mode automatic
 ///   Errors  ValueError when num_chunks of mode chunked is below 1
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
