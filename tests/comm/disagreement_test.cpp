@@ -128,5 +128,30 @@ TEST_P(Disagreement, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
   num_dropped_pending = 0;  // on purpose here
 }
 
+// Rank 1 learns of it while it waits for an operation that agrees, and would have started one more before it came to
+// the one that does not.
+TEST(Disagreement, IsMetBeforeAnyFurtherOperationIsStarted) {
+  test::run_ranks(2,
+                  [](const auto& group) {
+                    const at::Tensor large = at::ones({400, 500});  // its result is waited for
+                    EXPECT_THROW(
+                        {
+                          auto first = start_all_reduce(*group, large);
+                          if (group->rank() == 0) {
+                            (void)start_all_gather(*group, large).wait();
+                          } else {
+                            auto second = start_all_reduce(*group, large);
+                            (void)first.wait();
+                            auto third = start_all_reduce(*group, large);
+                            (void)second.wait();
+                          }
+                        },
+                        c10::ValueError);
+                    EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
+                  },
+                  {5s, true});
+  num_dropped_pending = 0;  // on purpose here
+}
+
 }  // namespace
 }  // namespace braid
