@@ -59,15 +59,16 @@ constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
 
 }  // namespace
 
-/// Header and flags of one operation, all written by the region's rank; at rest all keep what the last operation of
-/// the entry left. Flags are sequence << 16 | count; `released` may pass over operations that others alone started.
-/// | word      | state                                                   | who reads                    | valid      |
-/// | header    | what the ranks must agree on, and the slot              | all, until they release      | published  |
-/// | published | 0: the header is there; 1, ...: the payload             | all                          | always     |
-/// | result    | what is made from the peers' payload, or disagreed()    | all                          | always     |
-/// | started   | operations of this rank when it told of a disagreement  | all, in that                 | disagreed  |
-/// | released  | 0: this rank touches no slot of the operation any more  | who starts; who sees a death | always     |
-/// | posted    | by owner: what this rank wrote into the owner's slot    | that owner                   | always     |
+/// Header and flags of one operation, all written by the region's rank. Flags are sequence << 16 | count.
+/// | word      | state                                                 | who reads               | at rest         |
+/// | header    | what ranks must agree on, and the slot                | all, until they release | last operation  |
+/// | published | 0: the header is there; more: the payload up to there | all                     | its count       |
+/// | result    | up to there, of what is made from peers' payload      | all                     | its, or earlier |
+/// |           | or disagreed()                                        | all                     | the same        |
+/// | started   | operations of this rank; written before disagreed()   | all, after that         | any             |
+/// | released  | 0: this rank touches no slot of the operation         | starters, find_loss()   | it, or one that |
+/// |           |                                                       |                         | others started  |
+/// | posted    | by owner: what this rank wrote into the owner's slot  | that owner              | its, or earlier |
 struct SharedMemory::Entry {
   Header header;
   Flag published;
