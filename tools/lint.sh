@@ -12,8 +12,9 @@ max_columns=120  # of comments; code is at 100
 mapfile -t files < <(git ls-files --cached --others --exclude-standard | while read -r f; do [ -f "$f" ] && echo "$f"; done)
 of_type() { printf '%s\n' "${files[@]}" | grep -E "$1" || true; }
 mapfile -t sources < <(of_type '\.(h|cpp)$')
-mapfile -t texts < <(of_type '(\.(h|cpp|sh|cmake|py|supp|txt|md)|/run|Makefile|\.gitignore|\.clang-format)$')
-mapfile -t code < <(of_type '(\.(h|cpp|sh|cmake|py)|/run|Makefile)$')
+mapfile -t models < <(of_type '\.pml$')
+mapfile -t texts < <(of_type '(\.(h|cpp|pml|sh|cmake|py|supp|txt|md)|/run|Makefile|\.gitignore|\.clang-format)$')
+mapfile -t code < <(of_type '(\.(h|cpp|pml|sh|cmake|py)|/run|Makefile)$')
 failed=0
 complain() { echo "lint: $*" >&2; failed=1; }
 
@@ -25,7 +26,7 @@ fi
 
 while IFS=: read -r file line _; do complain "$file:$line: not ASCII"; done < <(LC_ALL=C grep -nHP '[^\x00-\x7F]' "${texts[@]}" || true)
 while IFS=: read -r file line _; do complain "$file:$line: longer than $max_columns columns"; done \
-  < <(grep -nHE "^.{$((max_columns + 1)),}" "${sources[@]}" || true)
+  < <(grep -nHE "^.{$((max_columns + 1)),}" "${sources[@]}" "${models[@]}" || true)
 
 for file in "${code[@]}"; do
   lines=$(wc -l <"$file")

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Installs what braid needs on Debian 12: packages with apt (as root or with sudo), PyTorch in the private .venv.
-# Usage: tools/setup.sh [test]     test: also what the whole-model tests compare with
+# Usage: tools/setup.sh [test]     test: also what the whole-model tests compare with, and a model checker
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(g++ cmake ninja-build python3-venv clang-format libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev libgloo-dev)
 requirements=requirements.txt
-[ "${1:-}" = test ] && requirements=requirements-test.txt
+if [ "${1:-}" = test ]; then
+  packages+=(spin)
+  requirements=requirements-test.txt
+fi
 
 installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
 missing=()

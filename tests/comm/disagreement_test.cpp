@@ -128,5 +128,53 @@ TEST_P(Disagreement, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
   num_dropped_pending = 0;  // on purpose here
 }
 
+// Rank 1 learns of it while it waits for an operation that agrees, and would have started one more before it came to
+// the one that does not.
+TEST(Disagreement, IsMetBeforeAnyFurtherOperationIsStarted) {
+  test::run_ranks(2,
+                  [](const auto& group) {
+                    const at::Tensor large = at::ones({400, 500});  // its result is waited for
+                    EXPECT_THROW(
+                        {
+                          auto first = start_all_reduce(*group, large);
+                          if (group->rank() == 0) {
+                            (void)start_all_gather(*group, large).wait();
+                          } else {
+                            auto second = start_all_reduce(*group, large);
+                            (void)first.wait();
+                            auto third = start_all_reduce(*group, large);
+                            (void)second.wait();
+                          }
+                        },
+                        c10::ValueError);
+                    EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
+                  },
+                  {5s, true});
+  num_dropped_pending = 0;  // on purpose here
+}
+
+TEST(Disagreement, EarliestOfSeveralIsTheErrorOfAll) {
+  std::vector<std::string> texts(2);
+  test::run_ranks(
+      2,
+      [&](const auto& group) {
+        const at::Tensor x = at::ones({2 + group->rank(), 2});
+        auto first = start_reduce_scatter(*group, x);
+        auto second = start_all_reduce(*group, x);
+        auto& waited_for = group->rank() == 0 ? second : first;
+        try {
+          (void)waited_for.wait();
+          ADD_FAILURE() << "no error";
+        } catch (const c10::ValueError& error) {
+          texts[static_cast<std::size_t>(group->rank())] = error.what_without_backtrace();
+        }
+        EXPECT_THROW((void)(group->rank() == 0 ? first : second).wait(), c10::ValueError);
+        EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 4);
+      },
+      {5s, true});
+  EXPECT_THAT(texts[0], HasSubstr("reduce_scatter: ranks 0 and 1 of group"));
+  EXPECT_EQ(texts[0], texts[1]);
+}
+
 }  // namespace
 }  // namespace braid

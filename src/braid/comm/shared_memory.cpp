@@ -19,7 +19,6 @@ namespace braid {
 namespace {
 
 constexpr int kMaxRanks = 64;
-constexpr const char* kNothing = "nothing";       // an operation that a rank did not start
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
 
@@ -60,14 +59,23 @@ constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
 
 }  // namespace
 
-/// Header and flags of one operation, all written by the region's rank.
+/// Header and flags of one operation, all written by the region's rank. Flags are sequence << 16 | count.
+/// | word      | state                                                 | who reads               | at rest         |
+/// | header    | what ranks must agree on, and the slot                | all, until they release | last operation  |
+/// | published | 0: the header is there; more: the payload up to there | all                     | its count       |
+/// | result    | up to there, of what is made from peers' payload      | all                     | its, or earlier |
+/// |           | or disagreed()                                        | all                     | the same        |
+/// | started   | operations of this rank; written before disagreed()   | all, after that         | any             |
+/// | released  | 0: this rank touches no slot of the operation         | starters, find_loss()   | it, or one that |
+/// |           |                                                       |                         | others started  |
+/// | posted    | by owner: what this rank wrote into the owner's slot  | that owner              | its, or earlier |
 struct SharedMemory::Entry {
-  Header header;           // valid while `published` shows its operation
-  Flag published;          // sequence << 16 | count; count 0: the header is there
-  Flag result;             // the same for what is made from the peers' payload, or disagreed()
-  std::int64_t started;    // operations of this rank so far; valid while `result` is at disagreed()
-  Flag released;           // sequence << 16: this rank touches no slot of that operation any more
-  Flag posted[kMaxRanks];  // by owner: what this rank wrote into the owner's slot
+  Header header;
+  Flag published;
+  Flag result;
+  std::int64_t started;
+  Flag released;
+  Flag posted[kMaxRanks];
 };
 
 /// Start of a region; all but the nonce written by the region's rank while it runs.
@@ -75,7 +83,7 @@ struct SharedMemory::Entry {
 /// | waits_for   | 1 + the rank it sleeps for                           | who waits in vain    | 0       |
 /// | flag, until | that rank's flag (bytes into its region), the value  | the same             | any     |
 /// | lost        | 1 + the rank it saw lost, or waited for in vain      | all, while they wait | 0       |
-/// | disagreed   | the last operation in whose headers ranks disagree   | all, while they wait | 0       |
+/// | disagreed   | the last operation that it told a disagreement in    | all, while they wait | any     |
 /// | lost_op     | the operation it was in; written before `lost`, once | all, after `lost`    | ""      |
 struct SharedMemory::Control {
   Nonce nonce;
@@ -195,21 +203,17 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
   if (flag.spin(at_least, spins_)) return;
   Clock::duration elapsed{};
   Control& mine = control(rank_);
-  const auto tell = [&] {
-    mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
-                                           regions_[static_cast<std::size_t>(peer)]->data());
-    mine.until = at_least;
-    mine.waits_for.store(1 + peer, std::memory_order_release);
-  };
-  tell();
+  mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
+                                         regions_[static_cast<std::size_t>(peer)]->data());
+  mine.until = at_least;
+  mine.waits_for.store(1 + peer, std::memory_order_release);
   auto left = timeout_;
   for (auto before = Clock::now(); !flag.sleep(at_least, std::min(kSlice, left));) {
     const auto now = Clock::now();
     elapsed +=
         std::min<Clock::duration>(now - before, 5 * kSlice);  // more: this process was stopped
     before = now;
-    join_disagreements(op);
-    tell();  // again: joining waits, too
+    join_disagreement(op);
     const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
     left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
     if (!loss && left.count() > 0) continue;
@@ -238,13 +242,9 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
   check_usable();
   BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
               env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
-  std::int64_t sequence = 0;
-  std::size_t slot = 0;
-  do {
-    sequence = sequence_ + 1;
-    wait_released(sequence - kEntries, header.op);
-    slot = take_slot(header.op);
-  } while (sequence != sequence_ + 1);  // a disagreement was joined meanwhile
+  const std::int64_t sequence = sequence_ + 1;
+  wait_released(sequence - kEntries, header.op);
+  const std::size_t slot = take_slot(header.op);
   const std::size_t base = slot_offset(slot);
   Slot& mine = (*slots_)[slot];
   if (bytes > mine.allocated) {
@@ -262,11 +262,15 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
   return lease;
 }
 
-void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
-  if (sequence <= 0) return;
+void SharedMemory::check_waited_for(std::int64_t sequence, const char* op) const {
   for (const Slot& slot : *slots_)
     BRAID_CHECK(!slot.in_flight || slot.sequence != sequence, op, ": an operation started ",
                 kEntries, " operations ago has not been waited for");
+}
+
+void SharedMemory::wait_released(std::int64_t sequence, const char* op) {
+  if (sequence <= 0) return;
+  check_waited_for(sequence, op);
   for (int peer = 0; peer < size(); ++peer)
     wait(control(peer).entries[sequence % kEntries].released, released(sequence), peer, op);
 }
@@ -306,30 +310,22 @@ std::vector<Header> SharedMemory::headers_of(std::int64_t sequence, const char* 
   return headers;
 }
 
-void SharedMemory::check_agreement(const std::vector<Header>& headers, std::int64_t sequence,
-                                   const char* op) {
-  const bool all_started = std::none_of(headers.begin(), headers.end(), [](const Header& header) {
-    return std::strcmp(header.op, kNothing) == 0;
-  });
-  if (all_started) {
-    if (disagreement(group_, headers).empty()) return;
-    tell_disagreement(sequence, op);
-  }
-  BRAID_CHECK(false, disagreement_);
+void SharedMemory::check_not_ended(std::int64_t sequence) const {
+  BRAID_CHECK(sequence > ended_, disagreement_);
 }
 
-void SharedMemory::join_disagreements(const char* op) {
+void SharedMemory::join_disagreement(const char* op) {
+  const std::int64_t told = control(rank_).disagreed.load(std::memory_order_relaxed);
   for (int peer = 0; peer < size(); ++peer) {
-    const auto sequence = control(peer).disagreed.load(std::memory_order_acquire);
-    if (sequence > 0) tell_disagreement(sequence, op);
+    const std::int64_t theirs = control(peer).disagreed.load(std::memory_order_acquire);
+    if (theirs > ended_ && (told <= ended_ || theirs < told)) fail_disagreed(theirs, op);
   }
 }
 
-void SharedMemory::tell_disagreement(std::int64_t sequence, const char* op) {
+void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
   Control& mine = control(rank_);
   Entry& entry = mine.entries[sequence % kEntries];
-  if (entry.result.reached(disagreed(sequence))) return;  // it was told from within a wait
-  disagreement_ = disagreement(group_, headers_of(sequence, op));
+  const std::string text = disagreement(group_, headers_of(sequence, op));
   entry.started = sequence_;
   entry.result.raise(disagreed(sequence));
   mine.disagreed.store(sequence, std::memory_order_release);
@@ -339,17 +335,15 @@ void SharedMemory::tell_disagreement(std::int64_t sequence, const char* op) {
     wait(theirs.result, disagreed(sequence), peer, op);
     last = std::max(last, theirs.started);
   }
-  while (sequence_ < last) {
+  mine.waits_for.store(0, std::memory_order_relaxed);
+  for (; sequence_ < last; ++sequence_) {
     const std::int64_t next = sequence_ + 1;
-    wait_released(next - kEntries, op);
-    if (next != sequence_ + 1) continue;  // another disagreement was joined meanwhile
-    sequence_ = next;
-    Entry& filled = mine.entries[next % kEntries];
-    filled.header = {};
-    std::strcpy(filled.header.op, kNothing);
-    filled.published.raise(released(next));
-    filled.released.raise(released(next));
+    check_waited_for(next - kEntries, op);
+    mine.entries[next % kEntries].released.raise(released(next));
   }
+  ended_ = last;
+  disagreement_ = text;
+  C10_THROW_ERROR(ValueError, disagreement_);
 }
 
 SharedMemory::Lease::Lease(Lease&& other) noexcept
@@ -370,14 +364,16 @@ std::byte* SharedMemory::Lease::slot(int rank) const {
 }
 
 void SharedMemory::Lease::agree() {
+  memory_->check_not_ended(sequence_);
   if (!headers_.empty()) return;
-  headers_ = memory_->headers_of(sequence_, op_);
-  try {
-    memory_->check_agreement(headers_, sequence_, op_);
-  } catch (...) {
-    release();
-    throw;
-  }
+  std::vector<Header> headers = memory_->headers_of(sequence_, op_);
+  if (!disagreement(memory_->group_, headers).empty()) memory_->fail_disagreed(sequence_, op_);
+  headers_ = std::move(headers);
+}
+
+void SharedMemory::Lease::wait(Flag& flag, int count, int peer) const {
+  memory_->check_not_ended(sequence_);
+  memory_->wait(flag, progress(count), peer, op_);
 }
 
 bool SharedMemory::Lease::all_have_started() const {
@@ -394,19 +390,19 @@ void SharedMemory::Lease::publish(int count) {
   entry(memory_->rank()).published.raise(progress(count));
 }
 void SharedMemory::Lease::wait_published(int rank, int count) const {
-  memory_->wait(entry(rank).published, progress(count), rank, op_);
+  wait(entry(rank).published, count, rank);
 }
 void SharedMemory::Lease::publish_result(int count) {
   entry(memory_->rank()).result.raise(progress(count));
 }
 void SharedMemory::Lease::wait_result(int rank, int count) const {
-  memory_->wait(entry(rank).result, progress(count), rank, op_);
+  wait(entry(rank).result, count, rank);
 }
 void SharedMemory::Lease::post(int owner, int count) {
   entry(memory_->rank()).posted[owner].raise(progress(count));
 }
 void SharedMemory::Lease::wait_posted(int writer, int owner, int count) const {
-  memory_->wait(entry(writer).posted[owner], progress(count), writer, op_);
+  wait(entry(writer).posted[owner], count, writer);
 }
 
 std::shared_ptr<void> SharedMemory::Lease::keep_slot() {

@@ -5,7 +5,8 @@
 // every region: ranks that start the same operations in the same order need no other agreement.
 // Payload lies in a slot that its owner chooses among its `kSlots` and names in its header. Entry
 // and slot are used again only after every rank has released the operation they served; the starter
-// waits there, not the readers. So a long-lived operation holds up nobody.
+// waits there, not the readers. So a long-lived operation holds up nobody. Where ranks wait for n
+// operations in flight in different orders, more than ranks * (n - 1) slots must hold no kept result.
 //
 // NOTE [reserved]. A slot is env().slot_bytes of address space in a memfd; pages appear when first
 // used (allocated by fallocate, so that a host without memory is an error and not a SIGBUS). So
@@ -19,9 +20,10 @@
 //
 // NOTE [disagreement]. Headers that differ are the same ValueError on every rank. Ranks that cut the
 // same work differently may have started different numbers of operations by then: all tell theirs in
-// the entry of the operation that failed, from whatever they wait in, and who has started fewer fills
-// up with operations that are nothing. So the group stays usable, and what is still in flight meets
-// that error again, not a hang.
+// the entry of the operation that failed, from whatever they wait in, and go on from the largest. All
+// operations up to there are over: who is in one, or comes to one, meets the same error, and nobody
+// starts another in between. Of several disagreements at once the earliest counts. So the group stays
+// usable, provided that all ranks go on from the same point of their program.
 #pragma once
 
 #include <c10/util/hash.h>
@@ -121,16 +123,20 @@ class SharedMemory {
   /// Tells all, and makes this group refuse further calls.
   [[noreturn]] void fail(const Loss& loss, const std::string& text);
   void check_usable() const;
+  /// Errors: ValueError when a disagreement has ended operation `sequence`.
+  void check_not_ended(std::int64_t sequence) const;
+  /// Errors: ValueError when this rank itself is still in operation `sequence`.
+  void check_waited_for(std::int64_t sequence, const char* op) const;
   void wait_released(std::int64_t sequence, const char* op);
   /// A slot of this rank that nobody touches any more; waits for one.
   std::size_t take_slot(const char* op);
   /// Every rank's header of an operation, waiting for it.
   std::vector<Header> headers_of(std::int64_t sequence, const char* op);
-  /// Errors: ValueError, the same text on every rank, when the headers differ.
-  void check_agreement(const std::vector<Header>& headers, std::int64_t sequence, const char* op);
-  /// Brings all ranks to one sequence number after a disagreement in operation `sequence`.
-  void tell_disagreement(std::int64_t sequence, const char* op);
-  void join_disagreements(const char* op);
+  /// Brings all ranks to one sequence number, since the headers of operation `sequence` differ.
+  /// Errors: ValueError, the same text on every rank.
+  [[noreturn]] void fail_disagreed(std::int64_t sequence, const char* op);
+  /// The same when a peer has told of one that is new to this rank, or earlier than its own.
+  void join_disagreement(const char* op);
 
   std::string group_;
   int rank_ = 0;
@@ -150,6 +156,7 @@ class SharedMemory {
   std::int64_t sequence_ = 0;
   std::string failure_;       // why the group is unusable
   std::string disagreement_;  // the last one
+  std::int64_t ended_ = 0;    // operations up to here are over since then
 };
 
 /// One operation of this rank. Counts grow from 1; waits are for "at least".
@@ -164,8 +171,8 @@ class SharedMemory::Lease {
   /// The payload of this operation in `rank`'s region; a peer's only after agree().
   std::byte* slot(int rank) const;
 
-  /// Waits for every rank's header and compares them. Errors: ValueError, the same text on every
-  /// rank; all release.
+  /// Waits for every rank's header and compares them. Errors, of every wait: ValueError, the same
+  /// text on every rank, when the headers of this or another operation in flight differ.
   void agree();
   /// True when agree() would not wait.
   bool all_have_started() const;
@@ -196,6 +203,7 @@ class SharedMemory::Lease {
   Lease(SharedMemory* memory, std::int64_t sequence, std::size_t slot, const char* op)
       : memory_(memory), sequence_(sequence), slot_(slot), op_(op) {}
   Entry& entry(int rank) const;
+  void wait(Flag& flag, int count, int peer) const;
   std::uint64_t progress(int count) const {
     return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);
   }

@@ -76,10 +76,14 @@ class ChunkGather final : public GatherStream {
     for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_parts));
     start_next();
   }
-  /// Takes part in the rest when its user gave up: the peers may not have.
+  /// Takes part in the rest when its user gave up: the peers may not have. One chunk after the other,
+  /// so that an error of all ranks is met before another one is started.
   ~ChunkGather() override {
     try {
-      while (!failed_ && next()) continue;
+      while (!failed_ && in_flight_.valid()) {
+        in_flight_.wait();
+        start_next();
+      }
     } catch (...) {  // the peers see it too
     }
   }
