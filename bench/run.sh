@@ -28,13 +28,7 @@ finish() {
 results=()
 
 begin ops
-op_case() {
-  measure build/braid bench ops --nproc 2 --n 1024 --k 1024 --rounds "$rounds" --op "$1" --dtype "$2" --m "$3"
-}
-for op in all_gather_matmul matmul_reduce_scatter matmul_all_reduce; do
-  for m in 16 1024 4096; do op_case "$op" f32 "$m"; done
-  for m in 1024 4096; do op_case "$op" bf16 "$m"; done
-done
+measure build/braid bench ops --sweep --rounds "$rounds"
 finish
 
 begin step

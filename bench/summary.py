@@ -15,15 +15,14 @@ def table(head, rows):
 
 def ops_table(cases):
     """Times as multiples of the matmul alone, uncut, on every rank at once."""
-    modes = {"fused": "fused", "best of 2, 4, 8 chunks": "chunked", "auto": "auto",
-             "serial, shared memory": "serial_shm", "serial, Gloo": "serial_gloo"}
+    modes = {"auto": "auto", "fused": "fused", "2 chunks": "chunked_2", "serial, shared memory": "serial_shm",
+             "serial, Gloo": "serial_gloo"}
     rows = []
     for case in cases:
-        case["chunked_s"] = min(case[f"chunked{n}_s"] for n in (2, 4, 8))
-        ratios = [f"{case[mode + '_s'] / case['gemm_s']:.2f}" for mode in modes.values()]
-        rows.append([case["op"], case["dtype"], str(case["m"]), f"{1e3 * case['gemm_s']:.2f}", *ratios,
-                     f"{case['overlap_efficiency']:.2f}" if case["serial_gloo_s"] > case["gemm_s"] else "-"])
-    table(["op", "dtype", "m", "matmul, ms", *modes, "overlap efficiency"], rows)
+        ratios = [f"{case[mode + '_s'] / case['gemm_s']:.2f}" if mode + "_s" in case else "-" for mode in modes.values()]
+        rows.append([case["op"], case["dtype"], *(str(case[size]) for size in "mnk"), f"{1e3 * case['gemm_s']:.3f}", *ratios,
+                     case["auto_mode"]])
+    table(["op", "type", "m", "n", "k", "matmul, ms", *modes, "auto chose"], rows)
 
 
 def step_table(cases):

@@ -78,11 +78,15 @@ TEST(Program, BenchOpsOfAnyShape) {
       const auto line = nlohmann::json::parse(output);
       EXPECT_EQ(line["ranks"], 2);
       EXPECT_GT(line["fused_s"], 0);
-      EXPECT_EQ(line["serial"], "serial_p2p");
+      EXPECT_GT(line["serial_native_s"], 0);
+      EXPECT_FALSE(line["auto_mode"].get<std::string>().empty());
     }
   }
   expect_refused("bench ops --op matmul_all_reduce --m 4 --n 4 --k 1", "--k 1");
   expect_refused("bench ops --op matmul_all_reduce --m 0 --n 4 --k 1", "--m: Value 0 not in range");
+  expect_refused("bench ops --op matmul_all_reduce --m 4 --n 4", "--k is required");
+  expect_refused("bench ops --m 4 --n 4 --k 4", "--op is required");
+  expect_refused("bench ops --sweep --m 5", "--m is 5");
 }
 
 TEST(Program, BenchStep) {

@@ -32,11 +32,19 @@ struct OpCase {
   std::string op;  // all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce
   std::int64_t m = 0, n = 0, k = 0;  // of the whole product
   at::ScalarType dtype = at::kFloat;
-  int rounds = 0;
-  bool json = false;  // one line instead of a table
 };
-/// Measures an operation in every mode beside the matmul alone and the communication alone. Order: collective.
-void bench_op(const OpCase& shape, const Place& place);
+
+/// Measures operations in every way there is, beside the matmul alone (at::mm in that type), the
+/// communication alone and c10d's own collective over Gloo.
+///   rounds  of each case; fewer, but at least 5, for cases that take longer than some seconds
+///   json    one line a case: op, m, n, k, dtype, ranks; seconds: gemm_s, serial_gloo_s, serial_shm_s
+///           and fused_s (the faster half form), auto_s and auto_again_s (the same once more: what
+///           they differ by is noise), auto_mode, one <plan>_s for every candidate of auto, best_mode
+///   Order   collective
+void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Place& place);
+
+/// The standing sweep: every op, type, number of rows and weight.
+std::vector<OpCase> standing_sweep();
 
 /// Measures a training step, with random tokens. Order: collective.   config  validated
 void bench_step(const TrainConfig& config, const Place& place, bool json);

@@ -17,43 +17,62 @@ const CLI::Range kCount(std::int64_t{1}, std::int64_t{2147483647});
 void add_bench_ops(CLI::App& bench, Body& body) {
   struct Flags {
     OpCase shape;
-    std::string dtype = "f32";
+    std::string dtype;
     int nproc = 0;  // not given
+    int rounds = 21;
+    bool sweep = false, json = false;
   };
   static const std::map<std::string, at::ScalarType> kDtypes{
       {"f32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
   auto flags = std::make_shared<Flags>();
   auto* ops = bench.add_subcommand("ops", "time a collective matmul in every mode");
-  ops->add_option("--op", flags->shape.op)
-      ->required()
+  auto* sweep =
+      ops->add_flag("--sweep", flags->sweep, "the standing set of operations, types and shapes");
+  ops->add_option("--op", flags->shape.op, "needed, but for --sweep, which it narrows")
       ->check(CLI::IsMember({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}));
-  ops->add_option("--m", flags->shape.m, "rows of the whole product")->required()->check(kCount);
-  ops->add_option("--n", flags->shape.n, "columns of the whole product")->required()->check(kCount);
+  ops->add_option("--m", flags->shape.m, "rows of the whole product")->check(kCount);
+  ops->add_option("--n", flags->shape.n, "columns of the whole product")
+      ->check(kCount)
+      ->excludes(sweep);
   ops->add_option("--k", flags->shape.k, "inner dimension of the whole product")
-      ->required()
-      ->check(kCount);
-  ops->add_option("--dtype", flags->dtype)
-      ->check(CLI::IsMember({"f32", "bf16", "fp16"}))
-      ->capture_default_str();
+      ->check(kCount)
+      ->excludes(sweep);
+  ops->add_option("--dtype", flags->dtype, "f32 (the default), bf16 or fp16")
+      ->check(CLI::IsMember({"f32", "bf16", "fp16"}));
   ops->add_option("--nproc", flags->nproc, "ranks to start on this host (2)")->check(kCount);
-  ops->add_option("--rounds", flags->shape.rounds = 21, "interleaved rounds")
+  ops->add_option("--rounds", flags->rounds, "interleaved rounds, fewer of long cases")
       ->check(kCount)
       ->capture_default_str();
-  ops->add_flag("--json", flags->shape.json, "one JSON line");
+  ops->add_flag("--json", flags->json, "one JSON line a case");
   ops->callback([flags, &body] {
     body = [flags] {
-      flags->shape.dtype = kDtypes.at(flags->dtype);
+      std::vector<OpCase> cases = standing_sweep();
+      OpCase& shape = flags->shape;
+      if (!flags->dtype.empty()) shape.dtype = kDtypes.at(flags->dtype);
+      if (flags->sweep) {
+        std::erase_if(cases, [&](const OpCase& c) {
+          return (!shape.op.empty() && c.op != shape.op) || (shape.m > 0 && c.m != shape.m) ||
+                 (!flags->dtype.empty() && c.dtype != shape.dtype);
+        });
+        BRAID_CHECK(!cases.empty(), "--m is ", shape.m, ", which --sweep does not have");
+      } else {
+        BRAID_CHECK(!shape.op.empty(), "--op is required");
+        for (const auto& [flag, value] :
+             {std::pair("--m", shape.m), {"--n", shape.n}, {"--k", shape.k}})
+          BRAID_CHECK(value > 0, flag, " is required");
+        cases = {shape};
+      }
       const Place place = place_from_environment();
       if (place.source.empty() && flags->nproc == 0) flags->nproc = 2;
       const int ranks = place.source.empty() ? flags->nproc : place.world_size;
       BRAID_CHECK(ranks >= 2, "--nproc is ", ranks,
                   ", at least 2 ranks have something to communicate");
-      BRAID_CHECK(std::min(flags->shape.n, flags->shape.k) >= ranks, "--n is ", flags->shape.n,
-                  " and --k ", flags->shape.k, ", at least --nproc ", ranks, " are needed");
+      BRAID_CHECK(std::min(cases[0].n, cases[0].k) >= ranks, "--n is ", cases[0].n, " and --k ",
+                  cases[0].k, ", at least --nproc ", ranks, " are needed");
       if (const auto code =
               run_on_ranks(flags->nproc > 0 ? std::optional(flags->nproc) : std::nullopt))
         return *code;
-      bench_op(flags->shape, place);
+      bench_ops(cases, flags->rounds, flags->json, place);
       return 0;
     };
   });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -13,6 +14,7 @@
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
 #include "braid/ops/collective_matmul.h"
+#include "braid/ops/tuner.h"
 
 namespace braid::cli {
 namespace {
@@ -56,22 +58,83 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
 /// What is timed at once takes about this long or longer, seconds.
 constexpr double kShortest = 20e-3;
 
-/// As --dtype has it.
-const char* name_of(at::ScalarType dtype) {
-  return dtype == at::kFloat ? "f32" : dtype == at::kHalf ? "fp16" : "bf16";
+MatmulOptions options_of(const Plan& plan) {
+  MatmulOptions options;
+  options.mode = plan.num_chunks == 0   ? Mode::fused
+                 : plan.num_chunks == 1 ? Mode::serial
+                                        : Mode::chunked;
+  options.num_chunks = plan.num_chunks;
+  options.ring = plan.ring;
+  options.native = plan.native;
+  return options;
 }
 
-nlohmann::json as_json(const OpCase& c, int ranks, const std::vector<Candidate>& candidates,
-                       const std::vector<double>& times, double fused_per_gemm, double efficiency,
-                       const char* serial) {
-  nlohmann::json line{
-      {"op", c.op},    {"m", c.m}, {"n", c.n}, {"k", c.k}, {"dtype", name_of(c.dtype)},
-      {"ranks", ranks}};
-  for (std::size_t i = 0; i < candidates.size(); ++i) line[candidates[i].name + "_s"] = times[i];
-  line["fused_per_gemm"] = fused_per_gemm;
-  line["overlap_efficiency"] = efficiency;
-  line["serial"] = serial;  // what the efficiency is against
+/// "fused ring native" as a name in JSON: fused_ring_native.
+std::string name_of(const Plan& plan) {
+  std::string name = to_text(plan);
+  std::replace(name.begin(), name.end(), ' ', '_');
+  return name;
+}
+
+struct Way {
+  std::string name;
+  double s;
+};
+
+struct OpTimes {
+  double gemm, automatic, auto_again,
+      serial_gloo;  // serial_gloo: braid's over p2p where rows are uneven
+  std::vector<Way> plans, communication;
+  std::string auto_mode;
+
+  const Way& best(const char* prefix) const {
+    const Way* best = nullptr;
+    for (const Way& way : plans)
+      if (way.name.starts_with(prefix) && (best == nullptr || way.s < best->s)) best = &way;
+    return *best;
+  }
+  /// Share of what serial costs beyond the matmul that `t` hides.
+  double efficiency(double t) const { return 1 - (t - gemm) / (serial_gloo - gemm); }
+};
+
+nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
+  nlohmann::json line{{"op", c.op},
+                      {"m", c.m},
+                      {"n", c.n},
+                      {"k", c.k},
+                      {"dtype", tuner::dtype_name(c.dtype)},
+                      {"ranks", ranks},
+                      {"gemm_s", t.gemm},
+                      {"serial_gloo_s", t.serial_gloo},
+                      {"serial_shm_s", t.best("serial").s},
+                      {"fused_s", t.best("fused").s},
+                      {"auto_s", t.automatic},
+                      {"auto_again_s", t.auto_again},
+                      {"auto_mode", t.auto_mode},
+                      {"best_mode", t.best("").name}};
+  for (const auto* ways : {&t.plans, &t.communication})
+    for (const Way& way : *ways) line[way.name + "_s"] = way.s;
   return line;
+}
+
+void print_table(const OpCase& c, int ranks, const OpTimes& t) {
+  fmt::print("{} m {} n {} k {} {}, {} ranks; auto chose {}\n{:<18} {:>10} {:>8} {:>8}\n", c.op,
+             c.m, c.n, c.k, tuner::dtype_name(c.dtype), ranks, t.auto_mode, "", "ms", "/ gemm",
+             "E");
+  const auto row = [&](const Way& way, bool is_part) {
+    fmt::print("{:<18} {:>10.3f} {:>8.3f} {:>8}\n", way.name, 1e3 * way.s, way.s / t.gemm,
+               is_part ? "" : fmt::format("{:.3f}", t.efficiency(way.s)));
+  };
+  row({"gemm", t.gemm}, true);
+  for (const Way& way : t.plans) row(way, false);
+  row({"auto", t.automatic}, false);
+  row({"auto again", t.auto_again}, false);
+  row({"serial_gloo", t.serial_gloo}, false);
+  for (const Way& way : t.communication) row(way, true);
+  fmt::print(
+      "gemm: this rank's matmul alone, uncut. comm: the collective alone. shm: over shared memory; "
+      "gloo: c10d's own\ncollective; p2p: braid's over c10d's messages. E: overlap efficiency, 1 - "
+      "(T - gemm) / (serial_gloo - gemm).\n");
 }
 
 }  // namespace
@@ -98,20 +161,16 @@ std::vector<double> time_interleaved(const Group& group, const std::vector<Candi
   return {medians.const_data_ptr<double>(), medians.const_data_ptr<double>() + num};
 }
 
-void bench_op(const OpCase& c, const Place& place) {
-  const auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
-  const int ranks = place.world_size;
-  const auto group = Group::create(store, "tp", place.rank, ranks);
-  GroupOptions no_memory;
-  no_memory.shared_memory = false;
-  const auto gloo = Group::create(store, "gloo", place.rank, ranks, no_memory);
+namespace {
+
+OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int rounds,
+                   bool more_chunks) {
+  const int ranks = group.size();
   const Op op = kOps.at(c.op);
   const std::vector<std::int64_t> rows = split_rows(c.m, ranks);
   const bool gathers = c.op == "all_gather_matmul";
-
   const auto share = [&](std::int64_t whole) {
-    return split_rows(whole, ranks)[static_cast<std::size_t>(place.rank)];
+    return split_rows(whole, ranks)[static_cast<std::size_t>(group.rank())];
   };
   const at::Tensor x =
       gathers ? random({share(c.m), c.k}, c.dtype) : random({c.m, share(c.k)}, c.dtype);
@@ -126,20 +185,20 @@ void bench_op(const OpCase& c, const Place& place) {
              scattered = at::empty({c.m / ranks, c.n}, x.options());
   const auto c10d_alone = [&] {
     if (gathers)
-      c10d_collective(*gloo, c.op, gathered, x);
+      c10d_collective(gloo, c.op, gathered, x);
     else if (c.op == "matmul_reduce_scatter")
-      c10d_collective(*gloo, c.op, scattered, partial);
+      c10d_collective(gloo, c.op, scattered, partial);
     else
-      c10d_collective(*gloo, c.op, partial, partial);
+      c10d_collective(gloo, c.op, partial, partial);
   };
   const auto c10d_serial = [&] {  // with results of its own, as a layer makes them
     if (gathers) {
       const at::Tensor full = at::empty_like(gathered);
-      c10d_collective(*gloo, c.op, full, x);
+      c10d_collective(gloo, c.op, full, x);
       (void)at::mm(full, w.t());
     } else {
       const at::Tensor product = at::mm(x, w.t());
-      c10d_collective(*gloo, c.op,
+      c10d_collective(gloo, c.op,
                       c.op == "matmul_reduce_scatter" ? at::empty_like(scattered) : product,
                       product);
     }
@@ -152,54 +211,79 @@ void bench_op(const OpCase& c, const Place& place) {
     else
       (void)all_reduce(over, partial);
   };
-  const auto in_mode = [&](const std::shared_ptr<Group>& over, MatmulOptions options) {
-    return [&, over, options] { (void)op(*over, x, w, options, rows); };
+  const auto in_mode = [&](const Group& over, MatmulOptions options) {
+    return [&, options] { (void)op(over, x, w, options, rows); };
   };
-  std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
-                                    {"fused", in_mode(group, {Mode::fused})},
-                                    {"auto", in_mode(group, {Mode::automatic})},
-                                    {"serial_shm", in_mode(group, {Mode::serial})}};
-  for (const int chunks : {2, 4, 8})
-    candidates.push_back(
-        {fmt::format("chunked{}", chunks), in_mode(group, {Mode::chunked, chunks})});
-  candidates.push_back({"comm_shm", [&] { communicate(*group); }});
-  candidates.push_back({"serial_p2p", in_mode(gloo, {Mode::serial})});
-  candidates.push_back({"comm_p2p", [&] { communicate(*gloo); }});
-  if (even) {
-    candidates.push_back({"serial_gloo", c10d_serial});
-    candidates.push_back({"comm_gloo", c10d_alone});
-  }
-  const double gemm_alone = time_interleaved(*group, {candidates[0]}, 3)[0];
-  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 100.0)));
-  const std::vector<double> times = time_interleaved(*group, candidates, c.rounds, calls);
-  if (place.rank != 0) return;
 
-  const auto time_of = [&](const std::string& name) {
-    const auto found = std::find_if(candidates.begin(), candidates.end(),
-                                    [&](const auto& x2) { return x2.name == name; });
-    return times[static_cast<std::size_t>(found - candidates.begin())];
-  };
-  const char* baseline = even ? "serial_gloo" : "serial_p2p";
-  const double gemm = time_of("gemm"), serial = time_of(baseline);
-  const auto efficiency = [&](double t) { return 1 - (t - gemm) / (serial - gemm); };
-  if (c.json) {
-    fmt::print("{}\n", as_json(c, ranks, candidates, times, time_of("fused") / gemm,
-                               efficiency(time_of("fused")), baseline)
-                           .dump());
-    return;
+  tuner::forget_choices();
+  in_mode(group, {Mode::automatic})();
+  OpTimes result{};
+  result.auto_mode = tuner::choices().begin().value();
+
+  std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
+                                    {"auto", in_mode(group, {Mode::automatic})},
+                                    {"auto again", in_mode(group, {Mode::automatic})}};
+  if (even)
+    candidates.push_back({"serial_gloo", c10d_serial});
+  else
+    candidates.push_back({"serial_gloo", in_mode(gloo, {Mode::serial})});
+  const std::size_t first_plan = candidates.size();
+  std::vector<Plan> plans = tuner::candidates(
+      group, {c.op.c_str(), c.m, c.n, c.k, c.dtype, !gathers, at::isReducedFloatingType(c.dtype)});
+  if (more_chunks)
+    for (const int chunks : {4, 8}) plans.push_back({.num_chunks = chunks});
+  for (const Plan& plan : plans)
+    candidates.push_back({name_of(plan), in_mode(group, options_of(plan))});
+  const std::size_t first_communication = candidates.size();
+  candidates.push_back({"comm_shm", [&] { communicate(group); }});
+  candidates.push_back({"comm_p2p", [&] { communicate(gloo); }});
+  if (even) candidates.push_back({"comm_gloo", c10d_alone});
+
+  double once = 0;
+  const double gemm_alone = time_interleaved(group, {candidates[0]}, 3)[0];
+  for (const double s : time_interleaved(group, candidates, 1)) once += s;
+  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 100.0)));
+  constexpr double kCaseSeconds = 8;
+  rounds = std::min(rounds, std::max(5, static_cast<int>(kCaseSeconds / (once * calls))));
+  const std::vector<double> times = time_interleaved(group, candidates, rounds, calls);
+  result.gemm = times[0];
+  result.automatic = times[1];
+  result.auto_again = times[2];
+  result.serial_gloo = times[3];
+  for (std::size_t i = first_plan; i < times.size(); ++i)
+    (i < first_communication ? result.plans : result.communication)
+        .push_back({candidates[i].name, times[i]});
+  return result;
+}
+
+}  // namespace
+
+std::vector<OpCase> standing_sweep() {
+  std::vector<OpCase> cases;
+  for (const auto& [op, _] : kOps)
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
+      for (const auto& [n, k] : {std::pair(1024, 1024), {4096, 1024}, {1024, 4096}, {4096, 4096}})
+        for (const int m : {1, 16, 128, 1024, 4096}) cases.push_back({op, m, n, k, dtype});
+  return cases;
+}
+
+void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Place& place) {
+  const auto store = connect_store(place, env().timeout);
+  share_cores(place, *store);
+  const int ranks = place.world_size;
+  const auto group = Group::create(store, "tp", place.rank, ranks);
+  GroupOptions no_memory;
+  no_memory.shared_memory = false;
+  const auto gloo = Group::create(store, "gloo", place.rank, ranks, no_memory);
+  for (const OpCase& c : cases) {
+    const OpTimes times = measure_op(c, *group, *gloo, rounds, cases.size() == 1);
+    if (place.rank != 0) continue;
+    if (json)
+      fmt::print("{}\n", as_json(c, ranks, times).dump());
+    else
+      print_table(c, ranks, times);
+    std::fflush(stdout);
   }
-  fmt::print("{} m {} n {} k {} {}, {} ranks, median of {} rounds; E against {}\n", c.op, c.m, c.n,
-             c.k, name_of(c.dtype), ranks, c.rounds, baseline);
-  fmt::print("{:<12} {:>10} {:>8} {:>8}\n", "", "ms", "/ gemm", "E");
-  for (std::size_t i = 0; i < candidates.size(); ++i) {
-    const bool is_part = candidates[i].name == "gemm" || candidates[i].name.starts_with("comm");
-    fmt::print("{:<12} {:>10.3f} {:>8.3f} {:>8}\n", candidates[i].name, 1e3 * times[i],
-               times[i] / gemm, is_part ? "" : fmt::format("{:.3f}", efficiency(times[i])));
-  }
-  fmt::print(
-      "gemm: this rank's matmul alone, uncut. comm: the collective alone. shm: over shared memory; "
-      "gloo: c10d's own\ncollective; p2p: braid's over c10d's messages. E: overlap efficiency, 1 - "
-      "(T - gemm) / (serial - gemm).\n");
 }
 
 }  // namespace braid::cli

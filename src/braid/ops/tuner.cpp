@@ -84,24 +84,6 @@ const Plan* known(const std::string& key) {
   return found == table.end() ? nullptr : &found->second;
 }
 
-std::vector<Plan> candidates(const Group& group, const Key& key) {
-  std::vector<Plan> plans;
-  const bool on_host = group.memory() != nullptr;
-  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8}) {
-    plans.push_back({.num_chunks = num_chunks});
-    if (num_chunks == 0 && key.reduces && group.size() > 2)
-      plans.push_back({.num_chunks = 0, .ring = true});
-  }
-  if (key.has_native) {
-    const std::vector<Plan> converted = plans;
-    for (Plan plan : converted) {
-      plan.native = true;
-      if (!plan.ring) plans.push_back(plan);  // a ring sums in f32
-    }
-  }
-  return plans;
-}
-
 /// Seconds of each candidate, of the slowest rank: rounds of `calls` calls, interleaved.
 std::vector<std::vector<double>> time(const Group& group, const std::vector<Plan>& plans,
                                       int rounds, int calls,
@@ -202,6 +184,24 @@ Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) 
 
 }  // namespace
 
+std::vector<Plan> candidates(const Group& group, const Key& key) {
+  std::vector<Plan> plans;
+  const bool on_host = group.memory() != nullptr;
+  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8}) {
+    plans.push_back({.num_chunks = num_chunks});
+    if (num_chunks == 0 && key.reduces && group.size() > 2)
+      plans.push_back({.num_chunks = 0, .ring = true});
+  }
+  if (key.has_native) {
+    const std::vector<Plan> converted = plans;
+    for (Plan plan : converted) {
+      plan.native = true;
+      if (!plan.ring) plans.push_back(plan);  // a ring sums in f32
+    }
+  }
+  return plans;
+}
+
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
             const std::function<void(const Plan&)>& trial) {
   if (options.mode != Mode::automatic) return as_asked(group, key, options);
@@ -238,6 +238,11 @@ nlohmann::json choices() {
   for (const auto* each : {&pins, &table})
     for (const auto& [key, plan] : *each) result[key] = to_text(plan);
   return result;
+}
+
+void forget_choices() {
+  table.clear();
+  pins.clear();
 }
 
 void set_choices(const nlohmann::json& choices) {

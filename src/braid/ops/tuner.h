@@ -14,6 +14,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "braid/comm/group.h"
 #include "braid/ops/collective_matmul.h"
@@ -39,6 +40,9 @@ struct Key {
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
             const std::function<void(const Plan&)>& trial);
 
+/// The plans that mode automatic chooses from.
+std::vector<Plan> candidates(const Group& group, const Key& key);
+
 /// Live tuning of this thread (a rank), on by default; --deterministic turns it off.
 void allow_live(bool on);
 
@@ -47,6 +51,8 @@ const char* dtype_name(at::ScalarType dtype);
 
 /// This thread's choices: {key: plan}. They go into a checkpoint.
 nlohmann::json choices();
+/// Empties this thread's table.
+void forget_choices();
 /// Adds choices made before. Errors: ValueError when it is not such an object.
 void set_choices(const nlohmann::json& choices);
 
