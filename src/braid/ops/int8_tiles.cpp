@@ -16,18 +16,20 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kVec = Vec::size();
 constexpr int64_t kPanelVecs = kPanel / kVec;
 
-// Sums that fit the registers beside a row's values and x.
 #if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
-constexpr int kSums = 24;
+constexpr int kRegisters = 28;  // of sums and values; a few are left for x and conversions
 #elif defined(CPU_CAPABILITY_AVX2)
-constexpr int kSums = 12;
+constexpr int kRegisters = 14;
 #else
-constexpr int kSums = 8;
+constexpr int kRegisters = 8;  // pairs of SSE's
 #endif
 constexpr int kMinVecs = 2;
 
+/// Rows of a tile of so many vectors: its sums and one column's values fit the registers.
+constexpr int max_rows(int vecs) { return kRegisters / vecs - 1; }
+
 // Bytes of x that stay in the cache while a tile's values pass by.
-constexpr int64_t kCachedBytes = 256 << 10;
+constexpr int64_t kCachedBytes = 512 << 10;
 
 inline Vec to_float(const int8_t* values) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -83,8 +85,8 @@ void multiply_tile(const Place& place) {
   const Product& p = *place.p;
   const auto* x = static_cast<const typename T::X*>(p.x) + place.first_row * p.k_even / T::kDepth;
   const int64_t panel_values = p.k_even * kPanel;
-  const int8_t* values = p.values + place.vec / kPanelVecs * panel_values;
-  const int64_t offset = place.vec % kPanelVecs * kVec;  // in its panel, when less than a panel
+  const int8_t* values =
+      p.values + place.vec / kPanelVecs * panel_values + place.vec % kPanelVecs * kVec;
   for (int64_t s = place.begin_segment; s < place.end_segment; ++s) {
     const Segment& segment = p.segments[s];
     Vec sums[kRows][kVecs];
@@ -93,27 +95,30 @@ void multiply_tile(const Place& place) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sums[r][v] = Vec(0.0F);
     }
+    const int8_t* column = values + segment.begin * kPanel;
+    const auto* x_column = x + segment.begin / T::kDepth * kRows;
     for (int64_t c = segment.begin; c < segment.end; c += T::kDepth) {
       typename T::Weight weights[kVecs];
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v)
-        weights[v] = T::weight(values + v / kPanelVecs * panel_values + c * kPanel + offset +
-                               v % kPanelVecs * kVec);
+        weights[v] = T::weight(column + v / kPanelVecs * panel_values + v % kPanelVecs * kVec);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const typename T::Weight broadcast = T::broadcast(x + c / T::kDepth * kRows + r);
+        const typename T::Weight broadcast = T::broadcast(x_column + r);
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v)
           sums[r][v] = T::add_product(sums[r][v], broadcast, weights[v]);
       }
+      column += T::kDepth * kPanel;
+      x_column += kRows;
     }
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) {
-      const int64_t vec = place.vec + v, column = vec * kVec;
-      const int64_t parameters = segment.group * p.num_panels * kPanel + column;
+      const int64_t output = (place.vec + v) * kVec;
+      const int64_t parameters = segment.group * p.num_panels * kPanel + output;
       const Vec scale = Vec::loadu(p.scales + parameters);
       float* total =
-          p.total + (column / kPanel * p.rows + place.first_row) * kPanel + column % kPanel;
+          p.total + (output / kPanel * p.rows + place.first_row) * kPanel + output % kPanel;
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         Vec sum = sums[r][v];
@@ -127,7 +132,7 @@ void multiply_tile(const Place& place) {
   }
 }
 
-template <class T, int kVecs, int kRows = kSums / kVecs>
+template <class T, int kVecs, int kRows = max_rows(kVecs)>
 void multiply_rows(const Place& place, int64_t rows) {
   if (rows == kRows)
     multiply_tile<T, kRows, kVecs>(place);
@@ -135,14 +140,18 @@ void multiply_rows(const Place& place, int64_t rows) {
     multiply_rows<T, kVecs, kRows - 1>(place, rows);
 }
 
-/// All vectors of outputs from place.vec to end_vec, kVecs at once while there are as many.
+/// All vectors of outputs from place.vec to end_vec, kVecs at once while there are as many and the
+/// blocks have few enough rows for it.
 template <class T, int kVecs>
 void multiply_blocks(Place& place, int64_t end_vec) {
   const Product& p = *place.p;
-  for (; place.vec + kVecs <= end_vec; place.vec += kVecs) {
-    for (int64_t block = 0; block < p.num_blocks; ++block) {
-      place.first_row = block_begin(p, block);
-      multiply_rows<T, kVecs>(place, block_begin(p, block + 1) - place.first_row);
+  if constexpr (max_rows(kVecs) > 0) {
+    if ((p.rows + p.num_blocks - 1) / p.num_blocks > max_rows(kVecs)) return;
+    for (; place.vec + kVecs <= end_vec; place.vec += kVecs) {
+      for (int64_t block = 0; block < p.num_blocks; ++block) {
+        place.first_row = block_begin(p, block);
+        multiply_rows<T, kVecs>(place, block_begin(p, block + 1) - place.first_row);
+      }
     }
   }
 }
@@ -150,7 +159,6 @@ void multiply_blocks(Place& place, int64_t end_vec) {
 template <class T>
 void multiply_panels(const Product& p, int64_t begin_panel, int64_t end_panel) {
   const int64_t end_vec = end_panel * kPanelVecs;
-  const int64_t block_rows = (p.rows + p.num_blocks - 1) / p.num_blocks;
   const int64_t cached = kCachedBytes * T::kDepth / (p.rows * int64_t{sizeof(typename T::X)});
   for (int64_t begin = 0, end = 0; begin < p.num_segments; begin = end) {
     while (end < p.num_segments &&
@@ -158,8 +166,8 @@ void multiply_panels(const Product& p, int64_t begin_panel, int64_t end_panel) {
       ++end;
     Place place{&p, begin_panel * kPanelVecs, 0, begin, end};
     // With few rows several panels at once hide the latencies of sums and of memory.
-    if (block_rows * 8 <= kSums) multiply_blocks<T, 8>(place, end_vec);
-    if (block_rows * 4 <= kSums) multiply_blocks<T, 4>(place, end_vec);
+    multiply_blocks<T, 8>(place, end_vec);
+    multiply_blocks<T, 4>(place, end_vec);
     multiply_blocks<T, kMinVecs>(place, end_vec);
   }
 }
@@ -170,7 +178,7 @@ void multiply_panels(const Product& p, int64_t begin_panel, int64_t end_panel) {
 #define BRAID_STRING(x) BRAID_STRING_OF(x)
 extern const Kernel kernel;
 constinit const Kernel kernel {
-  BRAID_STRING(CPU_CAPABILITY), kSums / kMinVecs, multiply_panels<F32>,
+  BRAID_STRING(CPU_CAPABILITY), max_rows(kMinVecs), multiply_panels<F32>,
 #if defined(__AVX512BF16__)
       multiply_panels<Bf16>
 #else

@@ -17,8 +17,8 @@ using int8::kPanel;
 using int8::Segment;
 using std::int64_t;
 
-constexpr int64_t kSegmentColumns = 512;      // bounds the error of a sum
-constexpr int64_t kTileRows = 512;            // of x that are packed at once
+constexpr int64_t kSegmentColumns = 512;      // at most: bounds the error of a sum
+constexpr int64_t kTileRows = 128;            // of x that are packed at once
 constexpr int64_t kThreadProducts = 1 << 18;  // worth a thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -185,14 +185,14 @@ Int8Weight Int8Weight::columns(int64_t begin, int64_t length) const {
 at::Tensor Int8Weight::dequantize(at::ScalarType dtype) const {
   const at::ScalarType exact = dtype == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor weight = unpacked_values().to(exact);
-  for (const Segment& segment : segments_) {
-    const auto parameter = [&](const at::Tensor& packed) {
-      return packed.select(0, segment.group).narrow(0, 0, n_).unsqueeze(1).to(exact);
-    };
-    at::Tensor part = weight.narrow(1, segment.begin, segment.end - segment.begin);
-    if (zero_points_.defined()) part.sub_(parameter(zero_points_));
-    part.mul_(parameter(scales_));
-  }
+  const at::Tensor groups = at::empty({k_}, at::kLong);
+  for (const Segment& segment : segments_)
+    groups.slice(0, segment.begin, segment.end).fill_(segment.group);
+  const auto parameters = [&](const at::Tensor& packed) {
+    return packed.narrow(1, 0, n_).to(exact).index_select(0, groups).t();
+  };
+  if (zero_points_.defined()) weight.sub_(parameters(zero_points_));
+  weight.mul_(parameters(scales_));
   return weight.to(dtype);
 }
 
