@@ -261,6 +261,21 @@ TEST_F(Int8WeightTest, SlicesAreThoseOfTheWholeWeight) {
   }
 }
 
+TEST_F(Int8WeightTest, TakesAnyStrides) {
+  at::manual_seed(7);
+  const Parts parts = make_parts(64, 96, {{kN, kGroups}, 32, 0}, true);
+  const auto turned = [](const at::Tensor& t) { return t.t().contiguous().t(); };
+  const Int8Weight weight(turned(parts.values), turned(parts.scales), turned(parts.zero_points),
+                          32);
+  EXPECT_TRUE(at::equal(weight.dequantize(at::kDouble), parts.dense()));
+  const at::Tensor dense = at::randn({64, 96});
+  for (const auto granularity : {Granularity::tensor, Granularity::channel, Granularity::group}) {
+    const QuantizeOptions options{granularity, 32, false};
+    EXPECT_TRUE(at::equal(quantize_weight(turned(dense), options).dequantize(at::kFloat),
+                          quantize_weight(dense, options).dequantize(at::kFloat)));
+  }
+}
+
 TEST_F(Int8WeightTest, KeepsOneByteAValue) {
   const int64_t n = 64, k = 256;
   const at::Tensor values = at::zeros({n, k}, at::kChar);

@@ -57,6 +57,7 @@ struct F32 {
 };
 
 #if defined(__AVX512BF16__)
+// The instruction takes subnormals for 0.
 struct Bf16 {
   using X = std::int32_t;  // a pair
   using Weight = __m512i;

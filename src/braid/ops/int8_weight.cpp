@@ -138,7 +138,7 @@ Int8Weight::Int8Weight(const at::Tensor& values, const at::Tensor& scales,
   scales_ = pack_parameters(scales, n_, groups, group_size);
   const int64_t panels = ceil_div(n_, kPanel), k_even = k_ + k_ % 2;
   values_ = at::constant_pad_nd(values, {0, k_even - k_, 0, panels * kPanel - n_})
-                .view({panels, kPanel, k_even})
+                .reshape({panels, kPanel, k_even})
                 .transpose(1, 2)
                 .contiguous();
   segments_ = cut_segments(k_, group_size, first_column);
@@ -266,8 +266,8 @@ Int8Weight quantize_weight(const at::Tensor& weight, QuantizeOptions options) {
   const int64_t width = std::max<int64_t>(1, grouped ? std::min(group_size, k) : k);
 
   // Zeros beside the weight change neither its groups' ranges, which include 0, nor their values.
-  const at::Tensor padded =
-      at::constant_pad_nd(weight.to(at::kFloat), {0, groups * width - k}).view({n, groups, width});
+  const at::Tensor padded = at::constant_pad_nd(weight.to(at::kFloat), {0, groups * width - k})
+                                .reshape({n, groups, width});
   at::Tensor low = padded.amin(2, true).clamp_max(0), high = padded.amax(2, true).clamp_min(0);
   if (options.granularity == Granularity::tensor && n > 0) {
     low = low.amin(0, true);
@@ -286,7 +286,7 @@ Int8Weight quantize_weight(const at::Tensor& weight, QuantizeOptions options) {
     zero_points = (-128 - low / scales).round();
     values = (padded / scales).round_().add_(zero_points);
   }
-  values = values.clamp_(-128, 127).to(at::kChar).view({n, groups * width}).narrow(1, 0, k);
+  values = values.clamp_(-128, 127).to(at::kChar).reshape({n, groups * width}).narrow(1, 0, k);
   const auto parameters = [&](const at::Tensor& t) {
     if (!t.defined()) return t;
     return options.granularity == Granularity::tensor ? t.reshape({-1}) : t.squeeze(2);

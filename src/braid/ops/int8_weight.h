@@ -47,7 +47,7 @@ class Int8Weight {
   ///   Sums        in f32, rounded once into out. Values are multiplied as integers, and each sum
   ///               over up to 512 columns that share scales is scaled once. The bits of a row depend
   ///               on k, the groups, x's dtype and the CPU's instructions, not on m or threads.
-  ///               x * value must not leave the range of f32
+  ///               x * value must not leave the range of f32; subnormal bf16 x may count as 0
   ///   kernel      one of int8::kernels(); by default the best
   ///   Threads     ATen's, over output features; safe to call from several threads
   ///   Errors      ValueError: shapes or dtypes that don't fit
@@ -60,9 +60,9 @@ class Int8Weight {
                      const int8::Kernel& kernel) const;
 
   std::int64_t n_, k_, group_size_, first_column_;
-  at::Tensor values_;  // NOTE [packed]
-  at::Tensor scales_,
-      zero_points_;  // f32 [groups, n rounded up to panels]; zero points or undefined
+  at::Tensor values_;       // NOTE [packed]
+  at::Tensor scales_;       // f32 [groups, n rounded up to panels]
+  at::Tensor zero_points_;  // as scales_, or undefined
   std::vector<int8::Segment> segments_;
 };
 
