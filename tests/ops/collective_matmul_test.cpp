@@ -161,6 +161,36 @@ TEST_P(CollectiveMatmul, LeadingDimensions) {
   });
 }
 
+/// Columns of a whole int8 weight that differ by rank in number, so that groups are cut.
+TEST_P(CollectiveMatmul, Int8Weights) {
+  run([&](const Group& group) {
+    const std::int64_t m = 21, n = 33, k = 61;
+    std::vector<std::int64_t> shares = split_rows(k, group.size());
+    if (group.size() > 1) std::swap(shares[0] += shares[1] / 2, shares[1] -= shares[1] / 2);
+    const auto own = shares[static_cast<std::size_t>(group.rank())];
+    const auto begin = first_row(shares, group.rank());
+    for (const auto granularity : {Granularity::tensor, Granularity::channel, Granularity::group}) {
+      for (const bool symmetric : {true, false}) {
+        const Int8Weight whole =
+            quantize_weight(rank_values(3, {n, k}), {granularity, /*group_size=*/9, symmetric});
+        const Int8Weight shard = whole.columns(begin, own);
+        for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+          const std::string what =
+              fmt::format("granularity {} symmetric {} {}", static_cast<int>(granularity),
+                          symmetric, c10::toString(dtype));
+          const at::Tensor x_whole = rank_values(1, {m, k}, dtype), b = rank_values(9, {n}, dtype);
+          const at::Tensor x = x_whole.narrow(1, begin, own);
+          const at::Tensor expected =
+              at::linear(x_whole.to(at::kDouble), whole.dequantize(at::kDouble));
+          expect_close(matmul_all_reduce(group, x, shard, {}, options()), expected.to(dtype), what);
+          expect_close(matmul_all_reduce(group, x, shard, b, options()),
+                       (expected + b.to(at::kDouble)).to(dtype), what + " bias");
+        }
+      }
+    }
+  });
+}
+
 TEST_P(CollectiveMatmul, WeightGradients) {
   run([&](const Group& group) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -209,6 +239,17 @@ TEST(CollectiveMatmulErrors, CallersMistakesComeBeforeAnyMessage) {
     EXPECT_THROW((void)matmul_all_reduce(*group, at::ones({3}), at::ones({5, 3})), c10::ValueError);
     EXPECT_THROW((void)matmul_all_reduce(*group, x, at::ones({5, 3}), {}, {Mode::chunked, 0}),
                  c10::ValueError);
+    EXPECT_THROW((void)matmul_all_reduce(*group, x, at::ones({5, 3}), at::ones({5}, at::kHalf)),
+                 c10::ValueError);
+    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {1, 2}),
+                 c10::ValueError);
+    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {4}),
+                 c10::ValueError);
+    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {5, -1}),
+                 c10::ValueError);
+    const Int8Weight int8 = quantize_weight(at::ones({5, 3}));
+    EXPECT_THROW((void)matmul_all_reduce(*group, at::ones({4, 2}), int8), c10::ValueError);
+    EXPECT_THROW((void)matmul_all_reduce(*group, x.to(at::kDouble), int8), c10::ValueError);
   });
 }
 

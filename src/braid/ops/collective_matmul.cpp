@@ -1,6 +1,8 @@
 // The collective matmuls' forward: loops over the tiles of a gather stream or a reduce stream.
 #include "braid/ops/collective_matmul.h"
 
+#include <type_traits>
+
 #include "braid/core/trace.h"
 #include "braid/ops/operands.h"
 #include "braid/ops/streams.h"
@@ -18,9 +20,11 @@ void multiply_rows(const TileMatmul& matmul, const at::Tensor& x, const at::Tens
   if (bias.defined() && !prefill) out.add_(bias);
 }
 
-at::Tensor multiply_whole(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  multiply_rows(TileMatmul(weight), x, bias, y);
+/// The product without communication.
+at::Tensor multiply_whole(const at::Tensor& x, const TileMatmul& matmul, std::int64_t n,
+                          const at::Tensor& bias) {
+  at::Tensor y = at::empty({x.size(0), n}, x.options());
+  multiply_rows(matmul, x, bias, y);
   return y;
 }
 
@@ -56,7 +60,7 @@ GatheredMatmul all_gather_matmul(const Group& group, const char* op, const at::T
   rows = given_rows(group, op, x_shard, std::move(rows));
   GatheredMatmul result;
   if (group.size() == 1) {
-    result = {multiply_whole(x, w, bias), keep ? x : at::Tensor()};
+    result = {multiply_whole(x, TileMatmul(w), w.size(0), bias), keep ? x : at::Tensor()};
   } else {
     const auto run = [&](const Plan& plan) {
       result = run_all_gather_matmul(group, op, x, w, bias, plan, rows, keep);
@@ -90,32 +94,37 @@ namespace {
 /// A matmul whose products are summed over the ranks.
 class ReducedMatmul {
  public:
-  ReducedMatmul(const Group& group, const char* op, const at::Tensor& x, const at::Tensor& weight,
-                const at::Tensor& bias, const MatmulOptions& options,
-                std::vector<std::int64_t> split)
+  template <class Weight>  // at::Tensor or Int8Weight
+  ReducedMatmul(const Group& group, const char* op, const at::Tensor& x, const Weight& weight,
+                const at::Tensor& bias, const MatmulOptions& options, bool all_reduce,
+                std::vector<std::int64_t> split = {})
       : group_(group),
         op_(op),
         sizes_(x.sizes().vec()),
         x_(as_rows(op, "x", x)),
-        weight_(weight.detach()),
+        weight_(weight),
         options_(options) {
-    check_weight(op, x_, weight_, bias);
+    check_weight(op, x_, weight, bias);
     check_split(group, op, x, split);
-    shape_.all_reduce = op == kAllReduce;
-    if (shape_.all_reduce)
+    if (all_reduce)
       shape_.rows = split_rows(x_.size(0), group.size());
     else
       shape_.rows =
           flat_rows(x, split.empty() ? split_rows(x.size(0), group.size()) : std::move(split));
-    shape_.n = weight.size(0);
+    shape_.all_reduce = all_reduce;
     shape_.dtype = x.scalar_type();
     if (bias.defined()) shape_.bias = bias.detach();
+    if constexpr (std::is_same_v<Weight, Int8Weight>)
+      shape_.n = weight.n();
+    else
+      shape_.n = weight.size(0);
   }
 
   Plan plan() const {
+    const bool has_native = weight_.index() == 0 && has_native_form(x_);
     return tuner::choose(group_,
                          {op_, x_.size(0), shape_.n, whole_features(group_, x_.size(1), options_),
-                          shape_.dtype, /*reduces=*/true, has_native_form(x_)},
+                          shape_.dtype, /*reduces=*/true, has_native},
                          options_, [this](const Plan& plan) { (void)start(plan).wait(); });
   }
 
@@ -132,12 +141,11 @@ class ReducedMatmul {
 
   Pending<at::Tensor> start() const {
     if (group_.size() > 1) return start(plan());
-    const at::Tensor y = with_leading_dims(multiply_whole(x_, weight_, shape_.bias), sizes_);
+    const TileMatmul matmul(weight_, is_native(shape_.dtype));
+    const at::Tensor y =
+        with_leading_dims(multiply_whole(x_, matmul, shape_.n, shape_.bias), sizes_);
     return Pending<at::Tensor>([y] { return y; });
   }
-
-  static constexpr const char* kReduceScatter = "matmul_reduce_scatter";
-  static constexpr const char* kAllReduce = "matmul_all_reduce";
 
  private:
   struct Started {
@@ -161,10 +169,15 @@ class ReducedMatmul {
   const Group& group_;
   const char* op_;
   std::vector<std::int64_t> sizes_;  // of the caller's x
-  at::Tensor x_, weight_;
+  at::Tensor x_;
+  AnyWeight weight_;
   MatmulOptions options_;
   ReduceShape shape_;
 };
+
+constexpr const char* kReduceScatter = "matmul_reduce_scatter";
+constexpr const char* kAllReduce = "matmul_all_reduce";
+constexpr const char* kInt8AllReduce = "matmul_all_reduce_int8";
 
 }  // namespace
 
@@ -172,9 +185,10 @@ Pending<at::Tensor> start_matmul_reduce_scatter(const Group& group, const at::Te
                                                 const at::Tensor& weight, const at::Tensor& bias,
                                                 MatmulOptions options,
                                                 std::vector<std::int64_t> rows) {
-  constexpr const char* kOp = ReducedMatmul::kReduceScatter;
-  const trace::Operation operation(kOp);
-  return ReducedMatmul(group, kOp, x, weight, bias, options, std::move(rows)).start();
+  const trace::Operation operation(kReduceScatter);
+  return ReducedMatmul(group, kReduceScatter, x, weight.detach(), bias, options, false,
+                       std::move(rows))
+      .start();
 }
 
 at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
@@ -185,21 +199,33 @@ at::Tensor matmul_reduce_scatter(const Group& group, const at::Tensor& x, const 
 
 void tune_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const at::Tensor& weight,
                                 MatmulOptions options, std::vector<std::int64_t> rows) {
-  constexpr const char* kOp = ReducedMatmul::kReduceScatter;
-  const trace::Operation operation(kOp, trace::resumed);
+  const trace::Operation operation(kReduceScatter, trace::resumed);
   if (options.mode == Mode::automatic && group.size() > 1)
-    (void)ReducedMatmul(group, kOp, x, weight, {}, options, std::move(rows)).plan();
+    (void)ReducedMatmul(group, kReduceScatter, x, weight.detach(), {}, options, false,
+                        std::move(rows))
+        .plan();
 }
 
 Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
                                             const at::Tensor& weight, const at::Tensor& bias,
                                             MatmulOptions options) {
-  constexpr const char* kOp = ReducedMatmul::kAllReduce;
-  const trace::Operation operation(kOp);
-  return ReducedMatmul(group, kOp, x, weight, bias, options, {}).start();
+  const trace::Operation operation(kAllReduce);
+  return ReducedMatmul(group, kAllReduce, x, weight.detach(), bias, options, true).start();
 }
 
 at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x, const at::Tensor& weight,
+                             const at::Tensor& bias, MatmulOptions options) {
+  return start_matmul_all_reduce(group, x, weight, bias, options).wait();
+}
+
+Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
+                                            const Int8Weight& weight, const at::Tensor& bias,
+                                            MatmulOptions options) {
+  const trace::Operation operation(kInt8AllReduce);
+  return ReducedMatmul(group, kInt8AllReduce, x, weight, bias, options, true).start();
+}
+
+at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x, const Int8Weight& weight,
                              const at::Tensor& bias, MatmulOptions options) {
   return start_matmul_all_reduce(group, x, weight, bias, options).wait();
 }

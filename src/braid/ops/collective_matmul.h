@@ -20,6 +20,7 @@
 
 #include "braid/comm/group.h"
 #include "braid/comm/pending.h"
+#include "braid/ops/int8_weight.h"
 
 namespace braid {
 
@@ -118,6 +119,14 @@ void tune_matmul_reduce_scatter(const Group& group, const at::Tensor& x, const a
                                                           MatmulOptions options = {});
 [[nodiscard]] at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x,
                                            const at::Tensor& weight, const at::Tensor& bias = {},
+                                           MatmulOptions options = {});
+/// The same with an int8 weight (w8A16): x and bias f32, bf16 or fp16.
+[[nodiscard]] Pending<at::Tensor> start_matmul_all_reduce(const Group& group, const at::Tensor& x,
+                                                          const Int8Weight& weight,
+                                                          const at::Tensor& bias = {},
+                                                          MatmulOptions options = {});
+[[nodiscard]] at::Tensor matmul_all_reduce(const Group& group, const at::Tensor& x,
+                                           const Int8Weight& weight, const at::Tensor& bias = {},
                                            MatmulOptions options = {});
 
 }  // namespace braid

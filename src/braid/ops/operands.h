@@ -22,19 +22,31 @@ inline at::Tensor as_rows(const char* op, const char* what, const at::Tensor& x)
   return x.detach().reshape({-1, x.size(-1)});
 }
 
+inline void check_inner(const char* op, const at::Tensor& x, std::int64_t n, std::int64_t k,
+                        const at::Tensor& bias) {
+  BRAID_CHECK(x.size(-1) == k, op, ": inner dimensions differ: x has k = ", x.size(-1),
+              ", weight has k = ", k);
+  BRAID_CHECK(x.is_floating_point(), op, ": x is ", x.scalar_type(), ", a floating type is needed");
+  if (!bias.defined()) return;
+  BRAID_CHECK(bias.dim() == 1 && bias.size(0) == n, op, ": bias has shape ", bias.sizes(),
+              ", weight has n = ", n);
+  BRAID_CHECK(bias.scalar_type() == x.scalar_type(), op, ": dtypes differ: x is ", x.scalar_type(),
+              ", bias is ", bias.scalar_type());
+}
+
 inline void check_weight(const char* op, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& bias) {
   BRAID_CHECK(weight.dim() == 2, op, ": weight has ", weight.dim(), " dims, expected [n, k]");
-  BRAID_CHECK(x.size(-1) == weight.size(1), op, ": inner dimensions differ: x has k = ", x.size(-1),
-              ", weight has k = ", weight.size(1));
   BRAID_CHECK(x.scalar_type() == weight.scalar_type(), op, ": dtypes differ: x is ",
               x.scalar_type(), ", weight is ", weight.scalar_type());
-  BRAID_CHECK(x.is_floating_point(), op, ": x is ", x.scalar_type(), ", a floating type is needed");
-  if (!bias.defined()) return;
-  BRAID_CHECK(bias.dim() == 1 && bias.size(0) == weight.size(0), op, ": bias has shape ",
-              bias.sizes(), ", weight has n = ", weight.size(0));
-  BRAID_CHECK(bias.scalar_type() == x.scalar_type(), op, ": dtypes differ: x is ", x.scalar_type(),
-              ", bias is ", bias.scalar_type());
+  check_inner(op, x, weight.size(0), weight.size(1), bias);
+}
+
+inline void check_weight(const char* op, const at::Tensor& x, const Int8Weight& weight,
+                         const at::Tensor& bias) {
+  BRAID_CHECK(x.scalar_type() != at::kDouble, op, ": x is ", x.scalar_type(),
+              ", with an int8 weight f32, bf16 or fp16 is needed");
+  check_inner(op, x, weight.n(), weight.k(), bias);
 }
 
 /// The size over all ranks of the dim that is split over them.

@@ -45,11 +45,18 @@ bool is_native(at::ScalarType dtype) {
 #endif
 }
 
-TileMatmul::TileMatmul(const at::Tensor& weight, bool native)
-    : weight_t_(weight.to(native ? weight.scalar_type() : sum_dtype(weight.scalar_type())).t()) {}
+TileMatmul::TileMatmul(const AnyWeight& weight, bool native) {
+  if (const auto* int8 = std::get_if<Int8Weight>(&weight)) {
+    int8_ = *int8;
+    return;
+  }
+  const auto& w = std::get<at::Tensor>(weight);
+  weight_t_ = w.to(native ? w.scalar_type() : sum_dtype(w.scalar_type())).t();
+}
 
 void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const {
   const trace::Span span(trace::Kind::compute, "matmul");
+  if (int8_) return int8_->multiply(x, out, accumulate);
   const at::ScalarType dtype = weight_t_.scalar_type();
   if (x.scalar_type() == dtype && out.scalar_type() == dtype)
     return multiply_into(out, x, weight_t_, accumulate);

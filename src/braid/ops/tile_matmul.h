@@ -8,6 +8,11 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
+#include <variant>
+
+#include "braid/ops/int8_weight.h"
+
 namespace braid {
 
 /// Whether this CPU multiplies `dtype` faster in ATen's own matmul than through f32.
@@ -18,6 +23,8 @@ inline bool has_native_form(const at::Tensor& x) {
   return at::isReducedFloatingType(x.scalar_type());
 }
 
+using AnyWeight = std::variant<at::Tensor, Int8Weight>;
+
 /// y (+)= x @ weight^T for many row tiles of one x. Keeps `weight` (an f32 copy of a half one that
 /// is not multiplied natively).
 class TileMatmul {
@@ -25,7 +32,7 @@ class TileMatmul {
   /// weight [n, k], any strides.
   explicit TileMatmul(const at::Tensor& weight)
       : TileMatmul(weight, is_native(weight.scalar_type())) {}
-  TileMatmul(const at::Tensor& weight, bool native);
+  TileMatmul(const AnyWeight& weight, bool native);
 
   /// out (+)= x @ weight^T.
   ///   Shapes      x [rows, k], any strides   out [rows, n] in x's dtype, or f32 for half x
@@ -33,7 +40,8 @@ class TileMatmul {
   void multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const;
 
  private:
-  at::Tensor weight_t_;  // [k, n], in the dtype that is multiplied
+  at::Tensor weight_t_;  // [k, n], in the dtype that is multiplied; undefined if int8_
+  std::optional<Int8Weight> int8_;
 };
 
 /// dw (+)= dy^T @ x for some rows.
