@@ -19,14 +19,15 @@ namespace {
 
 struct Flags {
   RequestFlags request;
-  int nproc = 0;  // not given
+  std::optional<int> nproc;
   bool bf16 = false, json = false;
 };
 
 void add_generate_flags(CLI::App& app, Flags& flags) {
   auto& [request, nproc, bf16, json] = flags;
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const auto texts = [&](const char* name, std::vector<std::string>& values, const char* meaning) {
-    app.add_option(name, values, meaning)->allow_extra_args(false);
+    app.add_option(name, values, meaning)->allow_extra_args(false)->take_all();
   };
   app.add_option("--load", request.load,
                  "checkpoint: of braid train, or a folder of transformers (Llama)")
@@ -45,7 +46,8 @@ void add_generate_flags(CLI::App& app, Flags& flags) {
   app.add_option("--seed", request.options.sampling.seed)->capture_default_str();
   app.add_option("--eos-token-id", request.eos_token_id,
                  "token that ends a text; -1: none (config.json's)")
-      ->allow_extra_args(false);
+      ->allow_extra_args(false)
+      ->take_all();
   app.add_option("--nproc", nproc, "ranks to start on this host (1)");
   app.add_option("--tensor-model-parallel-size", request.tensor_model_parallel_size,
                  "ranks that share each layer: all of them");
@@ -129,11 +131,10 @@ void add_generate(CLI::App& app, Body& body) {
       }
       const Place place = place_from_environment();
       speaks = place.rank == 0 && !place.launched_by_itself;
-      const int ranks = place.source.empty() ? std::max(flags.nproc, 1) : place.world_size;
+      const int ranks =
+          place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
       const Request request = check_request(flags.request, ranks);
-      if (const auto code =
-              run_on_ranks(flags.nproc != 0 ? std::optional(flags.nproc) : std::nullopt))
-        return *code;
+      if (const auto code = run_on_ranks(flags.nproc)) return *code;
       std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
       run_generation(request, flags.bf16, flags.json, place);
       return 0;

@@ -1,5 +1,5 @@
-// Inference with a Transformer's weights: keys and values of the tokens seen are kept, so that a further token costs one
-// row of every product.
+// Inference with a Transformer's weights: keys and values of the tokens seen are kept, so that a further token costs
+// one row of every product.
 //
 // Rows are the new tokens of all sequences side by side, without padding. Only attention sees sequences; all else is by
 // rows, so that what a sequence gets depends on the others no more than a matmul's rounding depends on its rows.
