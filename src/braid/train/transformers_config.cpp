@@ -106,8 +106,8 @@ TrainConfig model_settings(const json& config_json, const std::string& config_pa
     json value = theirs.value(key, fallback);
     if (value.is_null()) value = fallback;
     const bool is_whole = std::is_integral_v<std::decay_t<decltype(setting)>>;
-    const bool fits = is_whole ? value.is_number_integer() && value > 0 && value <= INT32_MAX
-                               : value.is_number();
+    const bool fits =
+        is_whole ? value.is_number_integer() && value > 0 && value <= INT32_MAX : value.is_number();
     BRAID_CHECK(fits, config_path, " has ", key, " ", value.dump(-1, ' ', true), ", expected a ",
                 is_whole ? "whole number of at least 1" : "number");
     value.get_to(setting);
