@@ -131,6 +131,12 @@ TEST_F(Generation, AnInterruptEndsIt) {
   }
 }
 
+TEST_F(Generation, WarnsOnceOfWhatHasNoEffect) {
+  Program program(folder_->path(), generate(Words{"--prompt", "a", "--top-p", "0.5"} + kTwoRanks));
+  EXPECT_EQ(program.wait(), 0);
+  EXPECT_EQ(program.error(), "braid: warning: --top-p 0.5 has no effect: --temperature is 0\n");
+}
+
 TEST_F(Generation, SaysWhatIsWrongInOneLine) {
   expect_refused({}, "no prompt given");
   expect_refused({"--prompt", ""}, "--prompt is ''");

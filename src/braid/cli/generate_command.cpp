@@ -130,10 +130,13 @@ void add_generate(CLI::App& app, Body& body) {
         return 0;
       }
       const Place place = place_from_environment();
-      speaks = place.rank == 0 && !place.launched_by_itself;
+      speaks = place.rank == 0;
       const int ranks =
           place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
       const Request request = check_request(flags.request, ranks);
+      const auto& sampling = request.options.sampling;
+      if (sampling.top_p < 1 && sampling.temperature == 0 && !place.launched_by_itself)
+        warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
       if (const auto code = run_on_ranks(flags.nproc)) return *code;
       std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
       run_generation(request, flags.bf16, flags.json, place);
