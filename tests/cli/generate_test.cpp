@@ -1,4 +1,5 @@
 // `braid generate` as a person uses it: a text from a run's checkpoint, streams that are cut, mistakes.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -118,6 +119,19 @@ TEST_F(Generation, AReaderThatGoesEndsItQuietly) {
     ::close(ends[0]);
     EXPECT_EQ(program.wait(10s), 0);
     EXPECT_EQ(program.error(), "");
+  }
+}
+
+TEST_F(Generation, AFullDiskIsAnError) {
+  for (const Words& ranks : {Words{}, kTwoRanks}) {
+    const int full = ::open("/dev/full", O_WRONLY | O_CLOEXEC);
+    Program program(folder_->path(), generate(endless(ranks)),
+                    [&] { ::dup2(full, STDOUT_FILENO); });
+    ::close(full);
+    EXPECT_EQ(program.wait(10s), 1);
+    EXPECT_THAT(program.error(),
+                HasSubstr("can't write to standard output: No space left on device
+"));
   }
 }
 

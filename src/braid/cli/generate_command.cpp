@@ -2,9 +2,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/commands.h"
@@ -67,8 +69,11 @@ std::string written(const Request& request, const Tokens& tokens) {
 
 /// Writes to standard output at once. Gives false when nobody reads it any more.
 bool write(const std::string& text) {
-  return std::fwrite(text.data(), 1, text.size(), stdout) == text.size() &&
-         std::fflush(stdout) == 0;
+  errno = 0;
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0)
+    return true;
+  TORCH_CHECK(errno == EPIPE, "can't write to standard output: ", std::strerror(errno));
+  return false;
 }
 
 void run_generation(const Request& request, bool bf16, bool json, const Place& place) {
