@@ -130,8 +130,7 @@ TEST_F(Generation, AFullDiskIsAnError) {
     ::close(full);
     EXPECT_EQ(program.wait(10s), 1);
     EXPECT_THAT(program.error(),
-                HasSubstr("can't write to standard output: No space left on device
-"));
+                HasSubstr("can't write to standard output: No space left on device\n"));
   }
 }
 

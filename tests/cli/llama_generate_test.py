@@ -52,6 +52,13 @@ def check(braid, folder, what):
     end = wanted[0][20]
     assert generate(braid, folder, PROMPTS[:1], "--eos-token-id", str(end)) == \
         [expected(folder, PROMPTS[0], eos_token_id=end)], what
+    for prompts in (PROMPTS[:1], PROMPTS) if what == "two groups" else ():  # as text: ids, streamed or not
+        words = [braid, "generate", "--load", folder, "--max-new-tokens", str(NEW_TOKENS)]
+        for prompt in prompts:
+            words += ["--prompt-tokens", ",".join(map(str, prompt))]
+        lines = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+        assert [[int(id) for id in line.split(",")] for line in lines] == \
+            [prompt + tokens for prompt, tokens in zip(prompts, wanted)], lines
     print(f"{what}: {NEW_TOKENS} tokens of {len(PROMPTS)} prompts are transformers'")
 
 

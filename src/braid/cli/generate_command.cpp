@@ -102,9 +102,10 @@ void run_generation(const Request& request, bool bf16, bool json, const Place& p
   if (place.rank != 0) return;
   if (streams) write("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
-    const std::string text = written(request, all[i]);
     if (!json) {
-      write(written(request, prompts[i]) + text + "\n");
+      Tokens whole = prompts[i];
+      whole.insert(whole.end(), all[i].begin(), all[i].end());
+      write(written(request, whole) + "\n");
       continue;
     }
     nlohmann::json line{
@@ -113,7 +114,7 @@ void run_generation(const Request& request, bool bf16, bool json, const Place& p
       line["tokens_per_s"] = static_cast<double>(all[i].size() - 1) / (last_s[i] - first_s[i]);
     if (request.is_bytes) {
       line["prompt"] = written(request, prompts[i]);
-      line["text"] = text;
+      line["text"] = written(request, all[i]);
     }
     write(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
