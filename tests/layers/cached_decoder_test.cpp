@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <string>
 
-#include "braid/ops/tuner.h"
 #include "tests/layers/support.h"
 #include "tests/support/errors.h"
 
@@ -29,11 +28,12 @@ LlamaConfig small_llama(bool tied) {
   return config;
 }
 
-TransformerOptions over(const std::shared_ptr<Group>& group, at::ScalarType dtype = at::kFloat) {
+TransformerOptions over(const std::shared_ptr<Group>& group, at::ScalarType dtype = at::kFloat,
+                        Mode mode = Mode::serial) {
   TransformerOptions options;
   options.group = group;
   options.dtype = dtype;
-  options.matmul = {Mode::serial};
+  options.matmul = {mode};
   return options;
 }
 
@@ -51,9 +51,9 @@ at::Tensor whole_logits(Transformer& model, std::int64_t sequence, std::int64_t 
 
 /// Prompts of these lengths and 30 steps give the logits of whole forward passes.
 void check(int num_ranks, bool tied, at::ScalarType dtype, double tolerance,
-           const std::vector<std::int64_t>& lengths) {
+           const std::vector<std::int64_t>& lengths, Mode mode = Mode::serial) {
   run_ranks(num_ranks, [&](const std::shared_ptr<Group>& group) {
-    Transformer model(small_llama(tied), over(group, dtype));
+    Transformer model(small_llama(tied), over(group, dtype, mode));
     constexpr std::int64_t kSteps = 30;
     const auto b = std::ssize(lengths);
     CachedDecoder decoder(model, b, *std::max_element(lengths.begin(), lengths.end()) + kSteps);
@@ -85,9 +85,11 @@ TEST(CachedDecoder, EqualsWholeForwardPasses) {
   }
 }
 
-TEST(CachedDecoder, LongPromptsThroughFusedProducts) {
-  tuner::allow_live(false);
-  check(2, false, at::kFloat, 1e-5, {300, 3});
+TEST(CachedDecoder, InEveryMode) {
+  for (const Mode mode : {Mode::chunked, Mode::fused, Mode::automatic}) {
+    check(2, false, at::kFloat, 1e-5, {300, 3}, mode);
+    check(3, true, at::kFloat, 1e-5, {2}, mode);
+  }
 }
 
 TEST(CachedDecoder, Bf16StaysNear) {
