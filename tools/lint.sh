@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # Every room includes only itself and rooms before it.
-rooms=(core comm ops layers train cli)
+rooms=(core comm ops layers train generate cli)
 max_lines=500
 max_columns=120  # of comments; code is at 100
 

@@ -90,6 +90,31 @@ TEST(TransformersConfig, WhatIsMissingHasTransformersDefaults) {
               HasSubstr("--vocab-size is 300"));
 }
 
+TEST(TransformersConfig, SettingsAreReadAsTheyAreWritten) {
+  TrainConfig config = some_config();
+  EXPECT_EQ(model_settings(transformers_config(config), "x"), config);
+  config.untie_embeddings_and_output_weights = true;
+  EXPECT_EQ(model_settings(transformers_config(config), "x"), config);
+  json newer = transformers_config(config);
+  newer.erase("rope_theta");
+  newer["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", 50000.0}};
+  EXPECT_EQ(model_settings(newer, "x"), config);
+
+  json bare = transformers_config(config);
+  for (const char* key : {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+                          "max_position_embeddings", "tie_word_embeddings"})
+    bare.erase(key);
+  config.num_query_groups = 4;
+  config.kv_channels = 12;
+  config.norm_epsilon = 1e-6;
+  config.rotary_base = 10000;
+  config.max_position_embeddings = 0;
+  EXPECT_EQ(model_settings(bare, "x"), config);
+  bare.erase("vocab_size");
+  EXPECT_EQ(value_error([&] { (void)model_settings(bare, "x"); }),
+            "x has vocab_size null, expected a whole number of at least 1");
+}
+
 TEST(TransformersConfig, NamesTheTensorsThatTheModelHas) {
   for (const bool untied : {false, true}) {
     TrainConfig config = some_config();

@@ -19,6 +19,7 @@ using Body = std::function<int()>;
 /// Each adds one subcommand to `app` and, when it is chosen, sets `body`.
 void add_train(CLI::App& app, Body& body);
 void add_bench(CLI::App& app, Body& body);
+void add_generate(CLI::App& app, Body& body);
 void add_launch(CLI::App& app, Body& body);
 
 /// Runs this command line on `num_ranks` ranks of this host, unless this process is a rank already:

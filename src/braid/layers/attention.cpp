@@ -56,16 +56,6 @@ struct AddRmsNorm : torch::autograd::Function<AddRmsNorm> {
   }
 };
 
-/// The type attention computes in: without matrix units ATen's bf16 attention takes five times as long as f32.
-at::ScalarType attention_type(at::ScalarType dtype) {
-  static const bool native_half = [] {
-    const auto capabilities = at::cpu::get_cpu_capabilities();
-    const auto amx = capabilities.find("amx_bf16");
-    return amx != capabilities.end() && amx->second.toBool();
-  }();
-  return native_half ? dtype : at::kFloat;
-}
-
 struct RotaryAttention : torch::autograd::Function<RotaryAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& qkv, const at::Tensor& cosine,
                             const at::Tensor& sine, const AttentionShape& shape) {
@@ -153,6 +143,15 @@ RotaryTable rotary_table(std::int64_t s, std::int64_t d, double base) {
       at::reciprocal(at::pow(at::scalar_tensor(base, at::kFloat), exponent));
   const at::Tensor angle = at::outer(at::arange(s, at::kFloat), frequency);
   return {angle.cos(), angle.sin()};
+}
+
+at::ScalarType attention_type(at::ScalarType dtype) {
+  static const bool native_half = [] {
+    const auto capabilities = at::cpu::get_cpu_capabilities();
+    const auto amx = capabilities.find("amx_bf16");
+    return amx != capabilities.end() && amx->second.toBool();
+  }();
+  return native_half ? dtype : at::kFloat;
 }
 
 at::Tensor rotary_causal_attention(const at::Tensor& qkv, const RotaryTable& table,

@@ -41,6 +41,9 @@ struct AttentionShape {
   std::int64_t head_dim = 1;          // even
 };
 
+/// The type attention computes in: without matrix units ATen's bf16 attention takes five times as long as f32.
+at::ScalarType attention_type(at::ScalarType dtype);
+
 /// Rotates query and key (rotate-half, as transformers) and attends causally, scale 1/sqrt(d); each
 /// key and value head serves num_heads / num_query_groups query heads. No mask is built.
 ///   Shapes  qkv [s * b, (H + 2 G) * d]: query, key, value heads side by side; token p * b + i is

@@ -108,7 +108,14 @@ std::size_t Transformer::add(std::string name, std::vector<Part> parts, bool is_
   const at::NoGradGuard no_grad;
   Parameter parameter;
   parameter.name = std::move(name);
-  if (is_norm) {
+  if (!options_.trainable) {
+    auto shape = parts.at(0).shape;
+    if (!is_norm) {
+      shape[static_cast<std::size_t>(parts[0].dim)] = 0;
+      for (const auto& part : parts) shape[static_cast<std::size_t>(part.dim)] += part.length;
+    }
+    parameter.main = at::zeros(shape, options_.dtype);
+  } else if (is_norm) {
     parameter.main = at::ones(parts.at(0).shape, at::kFloat);
   } else {
     std::vector<at::Tensor> slices;
@@ -116,10 +123,11 @@ std::size_t Transformer::add(std::string name, std::vector<Part> parts, bool is_
       slices.push_back(whole_weight(part).narrow(part.dim, part.begin, part.length));
     parameter.main = at::cat(slices);
   }
-  parameter.value =
-      options_.dtype == at::kFloat ? parameter.main : parameter.main.to(options_.dtype);
-  parameter.value.set_requires_grad(true);
-  parameter.main_grad = at::zeros_like(parameter.main, at::kFloat);
+  parameter.value = parameter.main.to(options_.dtype);  // the same tensor where that is its type
+  if (options_.trainable) {
+    parameter.value.set_requires_grad(true);
+    parameter.main_grad = at::zeros_like(parameter.main, at::kFloat);
+  }
   parameter.parts = std::move(parts);
   const bool split = options_.group && options_.group->size() > 1;
   parameter.sharded = !is_norm && split;

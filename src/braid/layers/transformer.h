@@ -47,6 +47,9 @@ struct TransformerOptions {
   RecomputeMethod recompute_method = RecomputeMethod::none;
   std::int64_t recompute_num_layers = 1;
   std::uint64_t seed = 1234;
+  // False, for inference: weights are 0 until they are loaded, there are neither gradients nor main
+  // weights apart from the values.
+  bool trainable = true;
 };
 
 /// Query groups, feed-forward features and vocabulary rows are split over the ranks by split_rows
@@ -79,6 +82,7 @@ class Transformer {
   void set_matmul(const MatmulOptions& matmul) { options_.matmul = matmul; }
 
  private:
+  friend class CachedDecoder;
   struct Layer {  // positions in parameters_
     std::size_t input_norm, qkv, o, post_norm, gate_up, down;
   };

@@ -16,6 +16,41 @@ void check_plain(const json& object, const char* key, const json& expected,
               ", braid's model has ", expected.dump());
 }
 
+/// Checks that it is a Llama as braid has it. Gives config_json with the base of the positions where
+/// older versions of transformers have it: newer ones have an object of their own for it.
+json checked(json config_json, const std::string& config_path) {
+  check_plain(config_json, "model_type", "llama", config_path);
+  check_plain(config_json, "hidden_act", "silu", config_path);
+  check_plain(config_json, "attention_bias", false, config_path);
+  check_plain(config_json, "mlp_bias", false, config_path);
+  check_plain(config_json, "rope_scaling", nullptr, config_path);
+  if (const auto rope = config_json.find("rope_parameters");
+      rope != config_json.end() && rope->is_object()) {
+    check_plain(*rope, "rope_type", "default", config_path);
+    if (rope->contains("rope_theta")) config_json["rope_theta"] = json((*rope)["rope_theta"]);
+  }
+  return config_json;
+}
+
+/// Calls row(flag, key of config.json, setting, what a missing key stands for) for each number, those
+/// on which the defaults of others depend first.
+template <class Config, class Row>
+void for_each_number(Config& c, const Row& row) {
+  row("vocab-size", "vocab_size", c.vocab_size, json());
+  row("hidden-size", "hidden_size", c.hidden_size, json());
+  row("ffn-hidden-size", "intermediate_size", c.ffn_hidden_size, json());
+  row("num-layers", "num_hidden_layers", c.num_layers, json());
+  row("num-attention-heads", "num_attention_heads", c.num_attention_heads, json());
+  row("num-query-groups", "num_key_value_heads", c.num_query_groups, json(c.num_attention_heads));
+  row("kv-channels", "head_dim", c.kv_channels, json(c.hidden_size / c.num_attention_heads));
+  row("norm-epsilon", "rms_norm_eps", c.norm_epsilon, json(1e-6));
+  row("rotary-base", "rope_theta", c.rotary_base, json(10000.0));
+}
+
+bool is_tied(const json& config_json) {
+  return config_json.value("tie_word_embeddings", json(false)) == json(true);
+}
+
 }  // namespace
 
 json transformers_config(const TrainConfig& config) {
@@ -64,37 +99,37 @@ std::map<std::string, std::vector<std::int64_t>> transformers_tensors(const Trai
   return shapes;
 }
 
+TrainConfig model_settings(const json& config_json, const std::string& config_path) {
+  const json theirs = checked(config_json, config_path);
+  TrainConfig config;
+  const auto read = [&](const char* key, auto& setting, const json& fallback) {
+    json value = theirs.value(key, fallback);
+    if (value.is_null()) value = fallback;
+    const bool is_whole = std::is_integral_v<std::decay_t<decltype(setting)>>;
+    const bool fits =
+        is_whole ? value.is_number_integer() && value > 0 && value <= INT32_MAX : value.is_number();
+    BRAID_CHECK(fits, config_path, " has ", key, " ", value.dump(-1, ' ', true), ", expected a ",
+                is_whole ? "whole number of at least 1" : "number");
+    value.get_to(setting);
+  };
+  for_each_number(config, [&](const char*, const char* key, auto& setting, const json& fallback) {
+    read(key, setting, fallback);
+  });
+  if (theirs.contains("max_position_embeddings"))
+    read("max_position_embeddings", config.max_position_embeddings, nullptr);
+  config.untie_embeddings_and_output_weights = !is_tied(theirs);
+  return config;
+}
+
 void check_same_model(const TrainConfig& config, const json& config_json,
                       const std::string& config_path) {
-  check_plain(config_json, "model_type", "llama", config_path);
-  check_plain(config_json, "hidden_act", "silu", config_path);
-  check_plain(config_json, "attention_bias", false, config_path);
-  check_plain(config_json, "mlp_bias", false, config_path);
-  check_plain(config_json, "rope_scaling", nullptr, config_path);
-
-  // Newer versions of transformers have the base of the positions in an object of its own.
-  json theirs = config_json;
-  if (const auto rope = theirs.find("rope_parameters"); rope != theirs.end() && rope->is_object()) {
-    check_plain(*rope, "rope_type", "default", config_path);
-    if (rope->contains("rope_theta")) theirs["rope_theta"] = (*rope)["rope_theta"];
-  }
-  const auto check = [&](const char* flag, const char* key, auto ours, const json& fallback) {
+  const json theirs = checked(config_json, config_path);
+  for_each_number(config, [&](const char* flag, const char* key, auto ours, const json& fallback) {
     const json value = theirs.value(key, fallback);
     BRAID_CHECK(value == json(ours) || (value.is_null() && fallback == json(ours)), "--", flag,
                 " is ", ours, ", but ", config_path, " has ", key, " ", value.dump(-1, ' ', true));
-  };
-  check("vocab-size", "vocab_size", config.vocab_size, nullptr);
-  check("hidden-size", "hidden_size", config.hidden_size, nullptr);
-  check("ffn-hidden-size", "intermediate_size", config.ffn_hidden_size, nullptr);
-  check("num-layers", "num_hidden_layers", config.num_layers, nullptr);
-  check("num-attention-heads", "num_attention_heads", config.num_attention_heads, nullptr);
-  check("num-query-groups", "num_key_value_heads", config.num_query_groups,
-        config.num_attention_heads);
-  check("kv-channels", "head_dim", config.kv_channels,
-        config.hidden_size / config.num_attention_heads);
-  check("norm-epsilon", "rms_norm_eps", config.norm_epsilon, 1e-6);
-  check("rotary-base", "rope_theta", config.rotary_base, 10000.0);
-  const bool tied = theirs.value("tie_word_embeddings", json(false)) == json(true);
+  });
+  const bool tied = is_tied(theirs);
   BRAID_CHECK(tied != config.untie_embeddings_and_output_weights,
               "--untie-embeddings-and-output-weights is ",
               config.untie_embeddings_and_output_weights ? "on" : "off", ", but ", config_path,

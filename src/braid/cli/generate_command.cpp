@@ -1,0 +1,154 @@
+// braid generate: continues prompts with a checkpoint's model.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "braid/cli/commands.h"
+#include "braid/comm/group.h"
+#include "braid/core/log.h"
+#include "braid/generate/request.h"
+#include "braid/ops/tuner.h"
+#include "braid/train/trainer.h"
+
+namespace braid::cli {
+namespace {
+
+struct Flags {
+  RequestFlags request;
+  std::optional<int> nproc;
+  bool bf16 = false, json = false;
+};
+
+void add_generate_flags(CLI::App& app, Flags& flags) {
+  auto& [request, nproc, bf16, json] = flags;
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  const auto texts = [&](const char* name, std::vector<std::string>& values, const char* meaning) {
+    app.add_option(name, values, meaning)->allow_extra_args(false)->take_all();
+  };
+  app.add_option("--load", request.load,
+                 "checkpoint: of braid train, or a folder of transformers (Llama)")
+      ->option_text("DIR (required)");
+  texts("--prompt", request.prompt, "text to continue; several make a batch");
+  app.add_option("--prompt-file", request.prompt_file, "file with a text in each line");
+  texts("--prompt-tokens", request.prompt_tokens,
+        "token ids to continue, as 1,2,3; several make a batch");
+  app.add_option("--max-new-tokens", request.options.max_new_tokens)->capture_default_str();
+  app.add_option("--temperature", request.options.sampling.temperature,
+                 "divides the logits before a token is drawn; 0: always the most probable one")
+      ->capture_default_str();
+  app.add_option("--top-p", request.options.sampling.top_p,
+                 "draw among the most probable tokens that have this probability together")
+      ->capture_default_str();
+  app.add_option("--seed", request.options.sampling.seed)->capture_default_str();
+  app.add_option("--eos-token-id", request.eos_token_id,
+                 "token that ends a text; -1: none (config.json's)")
+      ->allow_extra_args(false)
+      ->take_all();
+  app.add_option("--nproc", nproc, "ranks to start on this host (1)");
+  app.add_option("--tensor-model-parallel-size", request.tensor_model_parallel_size,
+                 "ranks that share each layer: all of them");
+  app.add_flag("--bf16", bf16, "compute in bf16 instead of f32");
+  app.add_flag("--json", json, "one JSON line a prompt");
+}
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+/// Tokens as they are written: bytes, or ids between commas.
+std::string written(const Request& request, const Tokens& tokens) {
+  return request.is_bytes ? std::string(tokens.begin(), tokens.end())
+                          : fmt::format("{}", fmt::join(tokens, ","));
+}
+
+/// Writes to standard output at once. Gives false when nobody reads it any more.
+bool write(const std::string& text) {
+  errno = 0;
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0)
+    return true;
+  TORCH_CHECK(errno == EPIPE, "can't write to standard output: ", std::strerror(errno));
+  return false;
+}
+
+void run_generation(const Request& request, bool bf16, bool json, const Place& place) {
+  const auto store = connect_store(place, env().timeout);
+  share_cores(place, *store);
+  tuner::allow_live(
+      false);  // few operations of each shape: measuring would cost more than it saves
+  TransformerOptions options;
+  options.group = Group::create(store, "tp", place.rank, place.world_size);
+  options.dtype = bf16 ? at::kBFloat16 : at::kFloat;
+  options.trainable = false;
+  Transformer model(llama_config(request.model), options);
+  request.checkpoint.load(model.parameters(), nullptr);
+
+  const auto& prompts = request.prompts;
+  const bool streams = prompts.size() == 1 && !json;
+  if (streams && place.rank == 0) write(written(request, prompts[0]));
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<double> first_s(prompts.size()), last_s(prompts.size());
+  const auto on_token = [&](std::size_t prompt, std::int64_t token) {
+    last_s[prompt] = seconds_since(begin);
+    if (first_s[prompt] == 0) first_s[prompt] = last_s[prompt];
+    return !streams || write((request.is_bytes ? "" : ",") + written(request, {token}));
+  };
+  const auto all = generate(model, options.group, prompts, request.options, on_token);
+  if (place.rank != 0) return;
+  if (streams) write("\n");
+  for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
+    if (!json) {
+      Tokens whole = prompts[i];
+      whole.insert(whole.end(), all[i].begin(), all[i].end());
+      write(written(request, whole) + "\n");
+      continue;
+    }
+    nlohmann::json line{
+        {"prompt_tokens", prompts[i]}, {"tokens", all[i]}, {"prefill_s", first_s[i]}};
+    if (all[i].size() > 1)
+      line["tokens_per_s"] = static_cast<double>(all[i].size() - 1) / (last_s[i] - first_s[i]);
+    if (request.is_bytes) {
+      line["prompt"] = written(request, prompts[i]);
+      line["text"] = written(request, all[i]);
+    }
+    write(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  }
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app, Body& body) {
+  auto* generate = app.add_subcommand("generate", "continue prompts with a checkpoint's model");
+  generate->prefix_command();  // parse() says what is wrong with what follows
+  generate->set_help_flag();
+  generate->callback([generate, &body] {
+    body = [arguments = generate->remaining()] {
+      Flags flags;
+      CLI::App app_of_flags{"Continues prompts with a checkpoint's model.", "braid generate"};
+      add_generate_flags(app_of_flags, flags);
+      if (const auto text = parse(app_of_flags, arguments)) {
+        fmt::print("{}", *text);
+        return 0;
+      }
+      const Place place = place_from_environment();
+      speaks = place.rank == 0;
+      const int ranks =
+          place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
+      const Request request = check_request(flags.request, ranks);
+      const auto& sampling = request.options.sampling;
+      if (sampling.top_p < 1 && sampling.temperature == 0 && !place.launched_by_itself)
+        warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
+      if (const auto code = run_on_ranks(flags.nproc)) return *code;
+      std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
+      run_generation(request, flags.bf16, flags.json, place);
+      return 0;
+    };
+  });
+}
+
+}  // namespace braid::cli
