@@ -87,19 +87,19 @@ TEST(Tuner, EveryHalfAndReducingFormIsTried) {
 TEST(Tuner, FilesKeepChoicesAndNameWhatIsWrongInThem) {
   const test::TemporaryFolder folder;
   const std::string path = folder.path() / "tuner.json";
-  test::run_ranks(1, [&](const auto&) {
-    tuner::read_choices(path);  // none yet
+  test::run_ranks(1, [&](const auto& group) {
+    tuner::read_choices(*group, path);  // none yet
     tuner::set_choices({{"a m=1", "serial"}, {"* m=1", "fused"}});
     tuner::write_choices(path);
   });
-  test::run_ranks(1, [&](const auto&) {
-    tuner::read_choices(path);
+  test::run_ranks(2, [&](const auto& group) {
+    tuner::read_choices(*group, group->rank() == 0 ? path : "rank 0 reads");
     EXPECT_EQ(tuner::choices(), (nlohmann::json{{"a m=1", "serial"}, {"* m=1", "fused"}}));
   });
   for (const char* text : {"{", "{}", R"({"choices": {"a m=1": "chunked 1"}})", "[1]"}) {
     std::ofstream(path) << text;
-    test::run_ranks(1, [&](const auto&) {
-      EXPECT_THAT([&] { tuner::read_choices(path); },
+    test::run_ranks(2, [&](const auto& group) {
+      EXPECT_THAT([&] { tuner::read_choices(*group, path); },
                   testing::ThrowsMessage<c10::ValueError>(testing::HasSubstr(path)));
     });
   }

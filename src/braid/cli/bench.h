@@ -11,6 +11,7 @@
 #include "braid/comm/group.h"
 #include "braid/comm/place.h"
 #include "braid/train/config.h"
+#include "braid/train/trainer.h"
 
 namespace braid::cli {
 
@@ -45,6 +46,9 @@ void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Pl
 
 /// The standing sweep: every op, type, number of rows and weight.
 std::vector<OpCase> standing_sweep();
+
+/// Batches of random tokens, others on every data-parallel rank.
+Trainer::BatchSource random_batches(const TrainConfig& config, int dp_rank);
 
 /// Measures a training step, with random tokens. Order: collective.   config  validated
 void bench_step(const TrainConfig& config, const Place& place, bool json);

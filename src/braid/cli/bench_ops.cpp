@@ -218,7 +218,8 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   tuner::forget_choices();
   in_mode(group, {Mode::automatic})();
   OpTimes result{};
-  result.auto_mode = tuner::choices().begin().value();
+  const auto choices = tuner::choices();
+  result.auto_mode = choices.begin().value();
 
   std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
                                     {"auto", in_mode(group, {Mode::automatic})},

@@ -29,6 +29,18 @@ std::string mode_of(const TrainConfig& config) {
 
 }  // namespace
 
+Trainer::BatchSource random_batches(const TrainConfig& config, int dp_rank) {
+  return [=](std::int64_t iteration, std::int64_t micro_batch) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(
+        static_cast<std::uint64_t>((iteration * 1000 + micro_batch) * 1000 + dp_rank));
+    const at::Tensor text =
+        at::randint(config.vocab_size, {config.seq_length + 1, config.micro_batch_size}, generator,
+                    at::TensorOptions(at::kLong));
+    return Batch{text.narrow(0, 0, config.seq_length).contiguous(),
+                 text.narrow(0, 1, config.seq_length).contiguous()};
+  };
+}
+
 void bench_step(const TrainConfig& config, const Place& place, bool json) {
   const auto store = connect_store(place, env().timeout);
   share_cores(place, *store);
@@ -38,15 +50,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   Mesh alone{{},
              Group::create_stub("tp", mesh.tp->rank(), tp),
              Group::create_stub("dp", mesh.dp->rank(), mesh.dp->size())};
-  const auto batch = [&](std::int64_t iteration, std::int64_t micro_batch) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(
-        static_cast<std::uint64_t>((iteration * 1000 + micro_batch) * 1000 + mesh.dp->rank()));
-    const at::Tensor text =
-        at::randint(config.vocab_size, {config.seq_length + 1, config.micro_batch_size}, generator,
-                    at::TensorOptions(at::kLong));
-    return Batch{text.narrow(0, 0, config.seq_length).contiguous(),
-                 text.narrow(0, 1, config.seq_length).contiguous()};
-  };
+  const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());
   Trainer trainer(config, mesh, batch);
   std::map<std::string, trace::Totals> measured, serial;
   std::int64_t iteration = 0;
@@ -62,7 +66,9 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
                                     {"serial", [&] { run({Mode::serial}, serial); }}};
   std::optional<Trainer> stub;
   if (mesh.world->memory() != nullptr) {
-    stub.emplace(config, alone, batch);
+    TrainConfig without_file = config;
+    without_file.tuner_file.clear();
+    stub.emplace(without_file, alone, batch);
     stub->model().set_matmul({Mode::fused});
     candidates.push_back({"no_comm", [&] { (void)stub->step(iteration); }});
   }

@@ -20,6 +20,7 @@ using Body = std::function<int()>;
 void add_train(CLI::App& app, Body& body);
 void add_bench(CLI::App& app, Body& body);
 void add_generate(CLI::App& app, Body& body);
+void add_tune(CLI::App& app, Body& body);
 void add_launch(CLI::App& app, Body& body);
 
 /// Runs this command line on `num_ranks` ranks of this host, unless this process is a rank already:

@@ -22,11 +22,12 @@ namespace {
 struct Flags {
   RequestFlags request;
   std::optional<int> nproc;
-  bool bf16 = false, json = false;
+  bool bf16 = false, int8 = false, json = false;
+  std::string tuner_file;
 };
 
 void add_generate_flags(CLI::App& app, Flags& flags) {
-  auto& [request, nproc, bf16, json] = flags;
+  auto& [request, nproc, bf16, int8, json, tuner_file] = flags;
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const auto texts = [&](const char* name, std::vector<std::string>& values, const char* meaning) {
     app.add_option(name, values, meaning)->allow_extra_args(false)->take_all();
@@ -54,6 +55,8 @@ void add_generate_flags(CLI::App& app, Flags& flags) {
   app.add_option("--tensor-model-parallel-size", request.tensor_model_parallel_size,
                  "ranks that share each layer: all of them");
   app.add_flag("--bf16", bf16, "compute in bf16 instead of f32");
+  app.add_flag("--int8", int8, "matmul weights in int8, a scale for each output feature");
+  app.add_option("--tuner-file", tuner_file, "choices of braid tune to use");
   app.add_flag("--json", json, "one JSON line a prompt");
 }
 
@@ -76,20 +79,22 @@ bool write(const std::string& text) {
   return false;
 }
 
-void run_generation(const Request& request, bool bf16, bool json, const Place& place) {
+void run_generation(const Request& request, const Flags& flags, const Place& place) {
   const auto store = connect_store(place, env().timeout);
   share_cores(place, *store);
   tuner::allow_live(
       false);  // few operations of each shape: measuring would cost more than it saves
   TransformerOptions options;
   options.group = Group::create(store, "tp", place.rank, place.world_size);
-  options.dtype = bf16 ? at::kBFloat16 : at::kFloat;
+  if (!flags.tuner_file.empty()) tuner::read_choices(*options.group, flags.tuner_file);
+  options.dtype = flags.bf16 ? at::kBFloat16 : at::kFloat;
   options.trainable = false;
   Transformer model(llama_config(request.model), options);
   request.checkpoint.load(model.parameters(), nullptr);
+  if (flags.int8) model.quantize_weights();
 
   const auto& prompts = request.prompts;
-  const bool streams = prompts.size() == 1 && !json;
+  const bool streams = prompts.size() == 1 && !flags.json;
   if (streams && place.rank == 0) write(written(request, prompts[0]));
   const auto begin = std::chrono::steady_clock::now();
   std::vector<double> first_s(prompts.size()), last_s(prompts.size());
@@ -102,7 +107,7 @@ void run_generation(const Request& request, bool bf16, bool json, const Place& p
   if (place.rank != 0) return;
   if (streams) write("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
-    if (!json) {
+    if (!flags.json) {
       Tokens whole = prompts[i];
       whole.insert(whole.end(), all[i].begin(), all[i].end());
       write(written(request, whole) + "\n");
@@ -145,7 +150,7 @@ void add_generate(CLI::App& app, Body& body) {
         warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
       if (const auto code = run_on_ranks(flags.nproc)) return *code;
       std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
-      run_generation(request, flags.bf16, flags.json, place);
+      run_generation(request, flags, place);
       return 0;
     };
   });

@@ -39,6 +39,7 @@ int main(int argc, char** argv) {
   braid::cli::add_train(app, body);
   braid::cli::add_bench(app, body);
   braid::cli::add_generate(app, body);
+  braid::cli::add_tune(app, body);
   braid::cli::add_launch(app, body);
   try {
     app.parse(argc, argv);

@@ -66,6 +66,12 @@ at::Tensor CachedDecoder::step(const at::Tensor& tokens) {
 }
 
 at::Tensor CachedDecoder::column_product(std::size_t weight, const at::Tensor& x) const {
+  const auto int8 = model_.int8_weights_.find(weight);
+  if (int8 != model_.int8_weights_.end()) {
+    at::Tensor y = at::empty({x.size(0), int8->second.n()}, x.options());
+    int8->second.multiply(x, y, false);
+    return y;
+  }
   const at::Tensor& w = model_.parameters_[weight].value;
   at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
   TileMatmul(w).multiply(x, y, false);
@@ -78,7 +84,10 @@ at::Tensor CachedDecoder::row_product(std::size_t weight, const at::Tensor& x) c
   if (!group || group->size() == 1) return column_product(weight, x);
   MatmulOptions options = model_.options_.matmul;
   options.whole_features = parameter.parts[0].shape[1];
-  return matmul_all_reduce(*group, x, parameter.value, {}, options);
+  const auto int8 = model_.int8_weights_.find(weight);
+  return int8 == model_.int8_weights_.end()
+             ? matmul_all_reduce(*group, x, parameter.value, {}, options)
+             : matmul_all_reduce(*group, x, int8->second, {}, options);
 }
 
 at::Tensor CachedDecoder::attend_to_prompts(const at::Tensor& heads, const Counts& counts) const {

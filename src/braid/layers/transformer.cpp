@@ -193,7 +193,20 @@ Transformer::Stream Transformer::run_recomputed(std::size_t begin, std::size_t e
   return {out.at(0), out.at(1)};
 }
 
+void Transformer::quantize_weights() {
+  BRAID_CHECK(!options_.trainable, "transformer: int8 weights are not for a trainable model");
+  std::vector<std::size_t> positions{output_};
+  for (const Layer& layer : layers_)
+    positions.insert(positions.end(), {layer.qkv, layer.o, layer.gate_up, layer.down});
+  for (const std::size_t i : positions) {
+    Parameter& weight = parameters_[i];
+    int8_weights_.emplace(i, quantize_weight(weight.value));
+    if (i != embedding_) weight.value = weight.main = at::empty({0}, weight.value.options());
+  }
+}
+
 at::Tensor Transformer::sharded_logits(const at::Tensor& tokens) {
+  BRAID_CHECK(int8_weights_.empty(), "transformer: its weights are int8, CachedDecoder uses them");
   BRAID_CHECK_EQ(tokens.dim(), 2, "transformer: tokens [s, b], dims");
   const auto s = tokens.size(0), b = tokens.size(1);
   if (!rotary_.cosine.defined() || rotary_.cosine.size(0) < s) {

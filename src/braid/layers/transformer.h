@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -76,6 +77,10 @@ class Transformer {
   std::vector<Parameter>& parameters() { return parameters_; }
   const LlamaConfig& config() const { return config_; }
 
+  /// Replaces the weights of the linear layers by int8, with a scale for each channel of this rank's part: for
+  /// CachedDecoder alone, forward() and logits() refuse from then on. Not for trainable models.
+  void quantize_weights();
+
   /// The mode of the tensor-parallel matmuls from now on; to be set between a step's backward and
   /// the next forward.
   const MatmulOptions& matmul() const { return options_.matmul; }
@@ -107,6 +112,7 @@ class Transformer {
   LlamaConfig config_;
   TransformerOptions options_;
   std::vector<Parameter> parameters_;
+  std::map<std::size_t, Int8Weight> int8_weights_;  // by position in parameters_
   std::vector<Layer> layers_;
   std::size_t embedding_ = 0, final_norm_ = 0, output_ = 0;
   RowRange heads_, groups_, ffn_, vocab_;

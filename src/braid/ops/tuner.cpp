@@ -19,6 +19,7 @@
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
+#include "braid/comm/texts.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
 #include "braid/ops/tile_matmul.h"
@@ -50,6 +51,32 @@ std::string cpu_name() {
     if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
   }
   return "unknown";
+}
+
+/// A file's choices, or what is wrong with it: {"choices": ...} or {"error": ...}.
+nlohmann::json read_file(const std::string& path) {
+  nlohmann::json file{{kCpu, cpu_name()}, {kChoices, nlohmann::json::object()}};
+  std::string error;
+  std::ifstream in(path);
+  if (in) {
+    try {
+      file = nlohmann::json::parse(in);
+      for (const auto& [key, plan] : file.at(kChoices).items())
+        (void)plan_from_text(plan.get<std::string>());
+    } catch (const nlohmann::json::exception& what) {
+      error = what.what();
+    } catch (const c10::ValueError& what) {
+      error = what.what_without_backtrace();
+    }
+  } else if (errno != ENOENT) {
+    error = std::strerror(errno);
+  }
+  if (!error.empty())
+    return {{"error", fmt::format("{} is not a file of the tuner's choices: {}", path, error)}};
+  const auto cpu = file.value(kCpu, std::string());
+  if (cpu != cpu_name())
+    warn(fmt::format("{} was measured on another CPU ({}; this is {})", path, cpu, cpu_name()));
+  return {{kChoices, file[kChoices]}};
 }
 
 std::string text_of(const Group& group, const Key& key) {
@@ -256,23 +283,12 @@ void set_choices(const nlohmann::json& choices) {
   }
 }
 
-void read_choices(const std::string& path) {
-  std::ifstream in(path);
-  if (!in) {
-    BRAID_CHECK(errno == ENOENT, "can't read ", path, ": ", std::strerror(errno));
-    return;
-  }
-  try {
-    const auto file = nlohmann::json::parse(in);
-    set_choices(file.at(kChoices));
-    const auto cpu = file.value(kCpu, std::string());
-    if (cpu != cpu_name())
-      warn(fmt::format("{} was measured on another CPU ({}; this is {})", path, cpu, cpu_name()));
-  } catch (const nlohmann::json::exception& error) {
-    BRAID_CHECK(false, path, " is not a file of tuner choices: ", error.what());
-  } catch (const c10::ValueError& error) {
-    BRAID_CHECK(false, path, ": ", error.what_without_backtrace());
-  }
+void read_choices(const Group& group, const std::string& path) {
+  const nlohmann::json file = group.rank() == 0 ? read_file(path) : nlohmann::json();
+  const auto shared = nlohmann::json::parse(broadcast_text(group, file.dump(), 0));
+  const std::string error = shared.value("error", std::string());
+  BRAID_CHECK(error.empty(), error);
+  set_choices(shared.at(kChoices));
 }
 
 void write_choices(const std::string& path) {

@@ -56,10 +56,11 @@ void forget_choices();
 /// Adds choices made before. Errors: ValueError when it is not such an object.
 void set_choices(const nlohmann::json& choices);
 
-/// Reads choices from a file that write_choices made, perhaps edited; none if there is no file.
-/// Warns when they were measured on another CPU.
-///   Errors  ValueError naming the file when it does not parse
-void read_choices(const std::string& path);
+/// Adds the choices of a file that write_choices made, perhaps edited, as rank 0 sees it; none if
+/// there is no file. Warns when they were measured on another CPU.
+///   Order   collective
+///   Errors  ValueError naming the file, the same on all ranks, when it does not parse
+void read_choices(const Group& group, const std::string& path);
 /// Writes this thread's choices and the CPU's name, one choice a line; replaces the file whole.
 ///   Errors  c10::Error naming the path
 void write_choices(const std::string& path);

@@ -46,6 +46,7 @@ struct TrainConfig {
   std::int64_t coc_parallel_num = 0;
   bool coc_fused_kernel = false;
   std::string coc_mode = "auto";
+  std::string tuner_file;
   // batches and optimizer
   std::int64_t micro_batch_size = 0;
   std::int64_t global_batch_size = 0;

@@ -98,6 +98,7 @@ void check_coc(const TrainConfig& c, std::vector<std::string>& warnings) {
     const char* needs = ", but --use-coc is off. HINT: add --use-coc";
     BRAID_CHECK(number <= 1, "--coc-parallel-num is ", number, needs);
     BRAID_CHECK(!c.coc_fused_kernel, "--coc-fused-kernel is on", needs);
+    BRAID_CHECK(c.tuner_file.empty(), "--tuner-file is ", c.tuner_file, needs);
     BRAID_CHECK(c.coc_mode == "auto" || c.coc_mode == "serial", "--coc-mode is ", c.coc_mode,
                 needs);
     return;
@@ -214,6 +215,8 @@ void complete_paths(TrainConfig& c) {
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
   if (!c.load.empty()) check_readable("--load", c.load, true);
+  if (!c.tuner_file.empty())
+    check_writable_folder("--tuner-file", fs::absolute(c.tuner_file).parent_path());
 }
 
 }  // namespace

@@ -134,6 +134,13 @@ std::vector<FlagGroup> make_table() {
                        "else what was measured to be fastest for each shape; serial, chunked (2 "
                        "chunks unless --coc-parallel-num is given), fused: that one",
             .choices = {"auto", "serial", "chunked", "fused"}},
+           {.name = "tuner-file",
+            .field = &C::tuner_file,
+            .value = "FILE",
+            .meaning =
+                "choices of mode auto, to be used and added to; text, one a line, to be "
+                "edited or pinned ([how](design.md#modes-and-the-tuner)); braid tune fills it "
+                "ahead"},
        }},
       {"Batches and optimizer (AdamW)",
        {

@@ -78,7 +78,8 @@ std::shared_ptr<const Corpus> open_corpus(const TrainConfig& config, const Place
   if (place.world_size == 1) return corpus;
   nlohmann::json mine;
   to_json(mine, config);
-  for (const char* key : {"nproc", "output_dir", "save", "trace", "log_interval", "data_path"})
+  for (const char* key :
+       {"nproc", "output_dir", "save", "trace", "log_interval", "data_path", "tuner_file"})
     mine.erase(key);  // may differ by host, or are rank 0's alone
   mine["load"] = !config.load.empty();
   mine["data_path"] = fmt::format("{} tokens", corpus->size());

@@ -2,13 +2,16 @@
 #include "braid/train/trainer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/texts.h"
+#include "braid/core/log.h"
 #include "braid/ops/tuner.h"
 #include "braid/train/transformers_config.h"
 
@@ -63,6 +66,9 @@ Trainer::Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch)
       optimizer_(model_.parameters(), config),
       num_micro_batches_(config.global_batch_size / (config.micro_batch_size * mesh.dp->size())) {
   tuner::allow_live(!config.deterministic);
+  if (config.tuner_file.empty()) return;
+  tuner::read_choices(*mesh.tp, config.tuner_file);
+  num_choices_ = tuner::choices().size();
 }
 
 double Trainer::forward_backward(std::int64_t iteration) {
@@ -103,9 +109,24 @@ Trainer::StepResult Trainer::step(std::int64_t iteration) {
 void Trainer::share_choices() {
   const nlohmann::json mine = tuner::choices();
   // The same on all of dp: their tp groups run the same operations.
-  if (mesh_.dp->size() == 1 || mine.size() == num_choices_) return;
-  tuner::set_choices(nlohmann::json::parse(broadcast_text(*mesh_.dp, mine.dump(), 0)));
-  num_choices_ = tuner::choices().size();
+  if (mine.size() == num_choices_) return;
+  if (mesh_.dp->size() > 1)
+    tuner::set_choices(nlohmann::json::parse(broadcast_text(*mesh_.dp, mine.dump(), 0)));
+  const nlohmann::json all = tuner::choices();
+  num_choices_ = all.size();
+  if (std::all_of(all.begin(), all.end(), [](const auto& plan) {
+        return plan_from_text(plan.template get<std::string>()).num_chunks == 1;
+      }))
+    warn(
+        fmt::format("--use-coc overlaps nothing: mode auto found serial to be fastest for all {} "
+                    "operations of these shapes",
+                    all.size()));
+  if (config_.tuner_file.empty() || mesh_.world->rank() != 0) return;
+  try {
+    tuner::write_choices(config_.tuner_file);
+  } catch (const c10::Error& error) {  // the run itself does not depend on it
+    warn(fmt::format("--tuner-file: {}", error.what_without_backtrace()));
+  }
 }
 
 std::map<std::string, trace::Totals> Trainer::serial_step(std::int64_t iteration) {
