@@ -19,7 +19,8 @@ struct Case {
   bool sequence_parallel = false;
   Mode mode = Mode::serial;
   bool keep_gathered = false;
-  bool needs_dx = true, needs_dw = true, bias = true, main_grad = false;
+  bool needs_dx = true, needs_dw = true, bias = true, needs_db = true, main_grad = false;
+  bool uneven = false;  // rows of the ranks that split_rows would not give
   std::int64_t t = 13, k = 10, n = 14;
 
   std::string name() const {
@@ -27,7 +28,8 @@ struct Case {
            " mode " + std::to_string(static_cast<int>(mode)) + " keep " +
            std::to_string(keep_gathered) + " dx " + std::to_string(needs_dx) + " dw " +
            std::to_string(needs_dw) + " bias " + std::to_string(bias) + " main_grad " +
-           std::to_string(main_grad) + " t " + std::to_string(t);
+           std::to_string(main_grad) + " uneven " + std::to_string(uneven) + " t " +
+           std::to_string(t);
   }
 };
 
@@ -48,20 +50,34 @@ struct Whole {
   at::Tensor x, w, b, g, y;
 };
 
+/// All rows for the last rank but one, which rank 0 has; none for those between.
+std::vector<std::int64_t> uneven_rows(std::int64_t t, int ranks) {
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(ranks), 0);
+  rows[0] = std::min<std::int64_t>(t, 1);
+  rows.back() += t - rows[0];
+  return rows;
+}
+
 /// One rank's layer on its parts; which dims are split is what tells column from row.
 void check_rank(const Case& c, const std::shared_ptr<Group>& group, const Whole& whole,
                 bool column) {
   const int rank = group->rank(), ranks = group->size();
   const auto part = [&](const at::Tensor& x, int dim) { return part_of(x, dim, rank, ranks); };
-  const auto rows = [&](const at::Tensor& x) { return c.sequence_parallel ? part(x, 0) : x; };
+  const auto counts = c.uneven ? uneven_rows(c.t, ranks) : split_rows(c.t, ranks);
+  const auto rows = [&](const at::Tensor& x) {
+    return c.sequence_parallel
+               ? x.narrow(0, first_row(counts, rank), counts[static_cast<std::size_t>(rank)])
+               : x;
+  };
   const auto x_part = [&](const at::Tensor& x) { return column ? rows(x) : part(x, 1); };
   const auto w_part = [&](const at::Tensor& w) { return part(w, column ? 0 : 1); };
   const auto b_part = [&](const at::Tensor& b) { return column ? part(b, 0) : b; };
   const auto y_part = [&](const at::Tensor& y) { return column ? part(y, 1) : rows(y); };
 
   const auto x = leaf(x_part(whole.x), c.needs_dx), w = leaf(w_part(whole.w), c.needs_dw);
-  const auto b = c.bias ? leaf(b_part(whole.b)) : at::Tensor();
-  LinearOptions options{group, c.sequence_parallel, {c.mode, 3}, c.keep_gathered, {}, -1};
+  const auto b = c.bias ? leaf(b_part(whole.b), c.needs_db) : at::Tensor();
+  LinearOptions options{group, c.sequence_parallel, {c.mode, 3}, c.keep_gathered, {}, {}};
+  if (c.sequence_parallel && (c.uneven || c.needs_dx)) options.rows = counts;
   const auto before = at::full(w.sizes(), 0.5);
   if (c.main_grad) options.main_grad = before.clone();
 
@@ -73,7 +89,9 @@ void check_rank(const Case& c, const std::shared_ptr<Group>& group, const Whole&
   } else {
     EXPECT_FALSE(x.grad().defined()) << c.name();
   }
-  if (c.bias) expect_close(b.grad(), b_part(whole.b.grad()), kTolerance, c.name() + " db");
+  EXPECT_EQ(c.bias && b.grad().defined(), c.bias && c.needs_db) << c.name();
+  if (c.bias && c.needs_db)
+    expect_close(b.grad(), b_part(whole.b.grad()), kTolerance, c.name() + " db");
   if (c.main_grad) {
     EXPECT_FALSE(w.grad().defined()) << c.name();
     const auto expected = c.needs_dw ? before + w_part(whole.w.grad()) : before;
@@ -111,6 +129,16 @@ std::vector<Case> all_cases() {
       cases.push_back(c);
       c.keep_gathered = true;
       if (c.sequence_parallel) cases.push_back(c);
+    }
+    for (const int bits : {0, 1, 2, 3}) {
+      Case c;
+      c.mode = mode;
+      c.sequence_parallel = true;
+      c.uneven = true;
+      c.needs_db = false;
+      c.keep_gathered = (bits & 1) != 0;
+      c.main_grad = (bits & 2) != 0;
+      cases.push_back(c);
     }
     for (const std::int64_t t : {0, 1, 3, 64}) {  // fewer rows than ranks, none at all, even
       for (const bool sequence_parallel : {false, true}) {
@@ -153,7 +181,7 @@ TEST(ParallelLinear, StridedInputsAndGradients) {
           const std::string what =
               "ranks " + std::to_string(ranks) + " sp " + std::to_string(sequence_parallel);
 
-          const LinearOptions options{group, sequence_parallel, {Mode::chunked, 2}, false, {}, -1};
+          const LinearOptions options{group, sequence_parallel, {Mode::chunked, 2}, false, {}, {}};
           const auto rows = [&](const at::Tensor& z) {
             return sequence_parallel ? part_of(z, 0, rank, ranks) : z;
           };
@@ -191,7 +219,7 @@ TEST(ParallelLinear, HalfTypesIntoMainGradient) {
                    w0 = rank_values(1, {n, k}, at::kBFloat16);
         const auto g = rank_values(3, {t, n}, at::kBFloat16);
         const auto dw = at::mm(g.to(at::kDouble).t(), x0.to(at::kDouble));
-        LinearOptions options{group, sequence_parallel, {Mode::chunked, 2}, keep_gathered, {}, -1};
+        LinearOptions options{group, sequence_parallel, {Mode::chunked, 2}, keep_gathered, {}, {}};
         const auto rows = [&](const at::Tensor& z) {
           return sequence_parallel ? part_of(z, 0, rank, 2) : z;
         };
@@ -209,12 +237,39 @@ TEST(ParallelLinear, HalfTypesIntoMainGradient) {
   }
 }
 
+/// In the weight's own type each use adds once, rounded once.
+TEST(ParallelLinear, MainGradientInTheWeightsType) {
+  for (const bool sequence_parallel : {false, true}) {
+    run_ranks(2, [&](const std::shared_ptr<Group>& group) {
+      const int rank = group->rank();
+      const std::int64_t t = 30, k = 16, n = 12;
+      const auto x0 = rank_values(0, {t, k}, at::kBFloat16),
+                 w0 = rank_values(1, {n, k}, at::kBFloat16),
+                 g = rank_values(3, {t, n}, at::kBFloat16);
+      const auto dw = at::mm(g.to(at::kDouble).t(), x0.to(at::kDouble)) + 3;
+      const auto rows = [&](const at::Tensor& z) {
+        return sequence_parallel ? part_of(z, 0, rank, 2) : z;
+      };
+      LinearOptions options{group, sequence_parallel, {Mode::fused}, false, {}, {}};
+      options.main_grad = at::full({n / 2, k}, 3, at::kBFloat16);
+      auto y = column_parallel_linear(leaf(rows(x0)), leaf(part_of(w0, 0, rank, 2)), {}, options);
+      y.backward(part_of(g, 1, rank, 2));
+      EXPECT_TRUE(at::equal(options.main_grad, part_of(dw, 0, rank, 2).to(at::kBFloat16)));
+      options.main_grad = at::full({n, k / 2}, 3, at::kBFloat16);
+      y = row_parallel_linear(leaf(part_of(x0, 1, rank, 2)), leaf(part_of(w0, 1, rank, 2)), {},
+                              options);
+      y.backward(rows(g));
+      EXPECT_TRUE(at::equal(options.main_grad, part_of(dw, 1, rank, 2).to(at::kBFloat16)));
+    });
+  }
+}
+
 /// More chunks than rows, and than operations can be in flight: backward has two streams at once.
 TEST(ParallelLinear, ManyChunks) {
   for (const int num_chunks : {64, 5000}) {
     run_ranks(2, [&](const std::shared_ptr<Group>& group) {
       const std::int64_t t = 300, k = 4, n = 6;
-      LinearOptions options{group, true, {Mode::chunked, num_chunks}, false, {}, t};
+      LinearOptions options{group, true, {Mode::chunked, num_chunks}, false, {}, split_rows(t, 2)};
       const auto x = leaf(part_of(rank_values(0, {t, k}), 0, group->rank(), 2));
       const auto w = leaf(part_of(rank_values(1, {n, k}), 0, group->rank(), 2));
       const auto y = column_parallel_linear(x, w, {}, options);
@@ -256,11 +311,15 @@ TEST(ParallelLinear, CallersMistakes) {
   EXPECT_THROW(row_parallel_linear(x, w.to(at::kBFloat16), {}, options), c10::ValueError);
   options.main_grad = at::zeros({4, 3});
   EXPECT_THROW(row_parallel_linear(x, w, {}, options), c10::ValueError);
-  options.main_grad = at::zeros({3, 4}, at::kBFloat16);
+  options.main_grad = at::zeros({3, 4}, at::kBFloat16);  // neither f32 nor the weight's type
   EXPECT_THROW(row_parallel_linear(x, w, {}, options), c10::ValueError);
   run_ranks(2, [&](const std::shared_ptr<Group>& group) {
-    LinearOptions o{group, true, {}, false, {}, 9};
+    LinearOptions o{group, true, {}, false, {}, {5, 4}};
     EXPECT_THROW(column_parallel_linear(x.narrow(0, 0, 3), w, {}, o), c10::ValueError);
+    EXPECT_THROW(row_parallel_linear(rank_values(0, {3, 2, 4}), w, {}, o), c10::ValueError);
+    o.rows = {};
+    EXPECT_THROW(row_parallel_linear(rank_values(0, {3, 2, 4}), w, {}, o), c10::ValueError);
+    o.rows = {6};
     EXPECT_THROW(row_parallel_linear(rank_values(0, {3, 2, 4}), w, {}, o), c10::ValueError);
   });
 }

@@ -26,6 +26,7 @@ struct Saved : torch::CustomClassHolder {
   std::vector<std::int64_t> x_sizes;
   bool has_bias;  // else it has no place among the gradients
   bool x_is_gathered = false;
+  std::vector<std::int64_t> rows;  // tokens of each rank on the split side
 };
 
 std::int64_t num_rows(at::IntArrayRef sizes) {
@@ -78,8 +79,23 @@ void check_operands(const at::Tensor& x, const at::Tensor& weight, const at::Ten
   if (options.main_grad.defined()) {
     BRAID_CHECK_EQ(options.main_grad.sizes(), weight.sizes(),
                    "linear: shapes of main_grad and weight");
-    BRAID_CHECK_EQ(options.main_grad.scalar_type(), at::kFloat, "linear: dtype of main_grad");
+    const auto dtype = options.main_grad.scalar_type();
+    BRAID_CHECK(dtype == at::kFloat || dtype == weight.scalar_type(), "linear: main_grad is ",
+                dtype, ", expected Float or the weight's ", weight.scalar_type());
   }
+}
+
+/// Checks the rows of the ranks, where given: this rank's, or all of them.
+void check_rows(const LinearOptions& options, std::int64_t actual, bool is_total) {
+  if (!options.sequence_parallel || options.rows.empty()) return;
+  BRAID_CHECK_EQ(options.rows.size(), static_cast<std::size_t>(num_ranks(options)),
+                 "linear: entries of rows and ranks");
+  const auto rank = static_cast<std::size_t>(options.group ? options.group->rank() : 0);
+  const auto given =
+      is_total ? std::reduce(options.rows.begin(), options.rows.end()) : options.rows[rank];
+  BRAID_CHECK_EQ(given, actual,
+                 is_total ? "linear: the sum of rows and the rows of x"
+                          : "linear: this rank's entry of rows and the rows of x");
 }
 
 /// The tensor that dW goes into: main_grad, or a new one that is returned as the gradient.
@@ -98,8 +114,9 @@ struct WeightGradient {
 /// dw (+)= dy^T x without communication, summed in f32 whatever the types.
 void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
   if (!at::isReducedFloatingType(dw.scalar_type())) return add_weight_grad(dy, x, dw, accumulate);
-  const at::Tensor sum = at::empty(dw.sizes(), dw.options().dtype(at::kFloat));
-  add_weight_grad(dy, x, sum, false);
+  const at::Tensor sum =
+      accumulate ? dw.to(at::kFloat) : at::empty(dw.sizes(), dw.options().dtype(at::kFloat));
+  add_weight_grad(dy, x, sum, accumulate);
   dw.copy_(sum);
 }
 
@@ -123,18 +140,6 @@ c10::intrusive_ptr<Saved> state_of(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Saved>(ctx->saved_data.at("state").toCapsule());
 }
 
-/// The ranks' rows of an input that is sharded by rows: they must be those of split_rows, as its
-/// gradient's will be.
-std::vector<std::int64_t> rows_of_ranks(const LinearOptions& options, const at::Tensor& rows) {
-  if (options.num_tokens >= 0) return split_rows(options.num_tokens, num_ranks(options));
-  const auto counts = all_gather_rows(*options.group, rows.size(0));
-  const auto total = std::reduce(counts.begin(), counts.end());
-  const auto even = split_rows(total, num_ranks(options));
-  BRAID_CHECK_EQ(at::IntArrayRef(counts), at::IntArrayRef(even),
-                 "column_parallel_linear: rows of the ranks and their even split");
-  return counts;
-}
-
 struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& optional_bias,
@@ -146,7 +151,8 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     if (num_ranks(options) == 1 || !options.sequence_parallel) {
       y = plain_linear(rows, weight, bias);
     } else {
-      const std::vector<std::int64_t> counts = rows_of_ranks(options, rows);
+      const auto& counts = saved->rows =
+          options.rows.empty() ? all_gather_rows(*options.group, rows.size(0)) : options.rows;
       if (options.keep_gathered && needs_dw) {
         std::tie(y, rows) = gathered(options, rows, weight, bias, counts);
         saved->x_is_gathered = true;
@@ -170,20 +176,20 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
     WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
     if (needs_dx && sharded && options.sequence_parallel)  // before anything is in flight
-      tune_matmul_reduce_scatter(*options.group, dy, weight.t(), options.matmul);
+      tune_matmul_reduce_scatter(*options.group, dy, weight.t(), options.matmul, saved->rows);
     // x is published before dx is started and dx is on its way while dW is computed.
     Pending<void> dw_pending;
     if (gradient.dw.defined() && sharded && options.sequence_parallel && !saved->x_is_gathered)
-      dw_pending =
-          start_all_gather_wgrad(*options.group, dy, x, gradient.dw, gradient.accumulate,
-                                 options.matmul, split_rows(dy.size(0), num_ranks(options)));
+      dw_pending = start_all_gather_wgrad(*options.group, dy, x, gradient.dw, gradient.accumulate,
+                                          options.matmul, saved->rows);
     Pending<at::Tensor> dx_pending;
     at::Tensor dx;
     if (needs_dx && !sharded) dx = plain_linear(dy, weight.t(), {});
     if (needs_dx && sharded) {
       dx_pending =
           options.sequence_parallel
-              ? start_matmul_reduce_scatter(*options.group, dy, weight.t(), {}, options.matmul)
+              ? start_matmul_reduce_scatter(*options.group, dy, weight.t(), {}, options.matmul,
+                                            saved->rows)
               : start_matmul_all_reduce(*options.group, dy, weight.t(), {}, options.matmul);
     }
     if (dw_pending.valid())
@@ -218,7 +224,9 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
     if (num_ranks(options) == 1) {
       y = plain_linear(rows, weight, bias);
     } else if (options.sequence_parallel) {
-      y = matmul_reduce_scatter(*options.group, rows, weight, bias, options.matmul);
+      saved->rows =
+          options.rows.empty() ? split_rows(rows.size(0), num_ranks(options)) : options.rows;
+      y = matmul_reduce_scatter(*options.group, rows, weight, bias, options.matmul, saved->rows);
     } else {
       y = matmul_all_reduce(*options.group, rows, weight, bias, options.matmul);
     }
@@ -244,8 +252,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
       const at::Tensor x_or_shape =
           x.defined() ? x : at::empty({1}, dy.options()).expand({num_tokens, weight.size(1)});
       dx = all_gather_matmul_backward(*options.group, dy, weight, x_or_shape, needs_dx, gradient.dw,
-                                      gradient.accumulate, db, options.matmul,
-                                      split_rows(num_tokens, num_ranks(options)));
+                                      gradient.accumulate, db, options.matmul, saved->rows);
     } else {
       if (needs_dx) dx = plain_linear(dy, weight.t(), {});
       if (gradient.dw.defined()) weight_gradient(dy, x, gradient.dw, gradient.accumulate);
@@ -261,20 +268,21 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                   const at::Tensor& bias, const LinearOptions& options) {
   check_operands(x, weight, bias, options);
-  if (options.sequence_parallel && options.num_tokens >= 0) {
-    const auto own = split_rows(options.num_tokens, num_ranks(options));
-    BRAID_CHECK_EQ(num_rows(x.sizes()), own.at(options.group ? options.group->rank() : 0),
-                   "column_parallel_linear: rows of x and this rank's part of num_tokens");
-  }
+  check_rows(options, num_rows(x.sizes()), /*is_total=*/false);
   return ColumnLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
 }
 
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
                                const at::Tensor& bias, const LinearOptions& options) {
   check_operands(x, weight, bias, options);
+  const auto tokens = num_rows(x.sizes());
+  check_rows(options, tokens, /*is_total=*/true);
   if (options.sequence_parallel && x.dim() > 2) {
-    BRAID_CHECK_EQ(x.size(0) % num_ranks(options), 0,
-                   "row_parallel_linear: x of 3 or more dims, dim 0 modulo the ranks and 0");
+    const auto inner = x.size(0) == 0 ? 1 : tokens / x.size(0);
+    for (const auto n :
+         options.rows.empty() ? split_rows(tokens, num_ranks(options)) : options.rows)
+      BRAID_CHECK_EQ(inner == 0 ? 0 : n % inner, 0,
+                     "row_parallel_linear: a rank's rows modulo the inner dims of x and 0");
   }
   return RowLinear::apply(x, weight, optional(bias), options, at::GradMode::is_enabled());
 }

@@ -139,7 +139,9 @@ std::size_t Transformer::add(std::string name, std::vector<Part> parts, bool is_
 
 LinearOptions Transformer::linear_options(const Parameter& weight, std::int64_t num_tokens) const {
   LinearOptions options{options_.group,         options_.sequence_parallel, options_.matmul,
-                        options_.keep_gathered, weight.main_grad,           num_tokens};
+                        options_.keep_gathered, weight.main_grad,           {}};
+  if (options_.sequence_parallel && options_.group)
+    options.rows = split_rows(num_tokens, options_.group->size());
   for (const Part& part : weight.parts)
     options.matmul.whole_features += part.shape[static_cast<std::size_t>(part.dim)];
   return options;
