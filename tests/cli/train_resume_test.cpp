@@ -104,7 +104,8 @@ TEST(Resume, TheTunersChoicesComeFromTheCheckpoint) {
   auto state = nlohmann::json::parse(test::read_text(path));
   ASSERT_GT(state["tuner"].size(), 4u);
   int chunks = 3;
-  for (auto& choice : state["tuner"]) choice = chunks++;  // none that it would choose
+  for (auto& choice : state["tuner"])  // none that it would choose
+    choice = fmt::format("chunked {}", chunks++);
   test::write_text(path, state.dump());
   folder.run(kTwoRanks + kAuto + Words{"--load", "runs/train/checkpoint"});
   const auto resumed = nlohmann::json::parse(

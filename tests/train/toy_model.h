@@ -161,7 +161,7 @@ inline TrainerState toy_state(std::int64_t iteration) {
   state.consumed_samples = 8 * iteration;
   state.seed = 77;
   state.config = {{"hidden_size", 16}};
-  state.tuner = {{"matmul_reduce_scatter 32x16", 4}};
+  state.tuner = {{"matmul_reduce_scatter m=32 n=16", "chunked 4"}};
   return state;
 }
 

@@ -61,8 +61,7 @@ nlohmann::json read_file(const std::string& path) {
   if (in) {
     try {
       file = nlohmann::json::parse(in);
-      for (const auto& [key, plan] : file.at(kChoices).items())
-        (void)plan_from_text(plan.get<std::string>());
+      check_choices(file.at(kChoices));
     } catch (const nlohmann::json::exception& what) {
       error = what.what();
     } catch (const c10::ValueError& what) {
@@ -272,14 +271,25 @@ void forget_choices() {
   pins.clear();
 }
 
-void set_choices(const nlohmann::json& choices) {
+void check_choices(const nlohmann::json& choices) {
   BRAID_CHECK(choices.is_object(), "tuner choices are ", choices.type_name(),
               ", expected an object");
-  for (const auto& [key, value] : choices.items()) {
-    BRAID_CHECK(value.is_string(), "the tuner's choice for '", key, "' is ", value.dump(),
+  for (const auto& [key, plan] : choices.items()) {
+    BRAID_CHECK(plan.is_string(), "the tuner's choice for '", key, "' is ", plan.dump(),
                 ", expected a plan such as \"fused\"");
+    try {
+      (void)plan_from_text(plan.get<std::string>());
+    } catch (const c10::ValueError& error) {
+      BRAID_CHECK(false, "the tuner's choice for '", key, "': ", error.what_without_backtrace());
+    }
+  }
+}
+
+void set_choices(const nlohmann::json& choices) {
+  check_choices(choices);
+  for (const auto& [key, plan] : choices.items()) {
     const bool is_pin = key.find('*') != std::string::npos;
-    (is_pin ? pins : table)[key] = plan_from_text(value.get<std::string>());
+    (is_pin ? pins : table)[key] = plan_from_text(plan.get<std::string>());
   }
 }
 

@@ -53,7 +53,9 @@ const char* dtype_name(at::ScalarType dtype);
 nlohmann::json choices();
 /// Empties this thread's table.
 void forget_choices();
-/// Adds choices made before. Errors: ValueError when it is not such an object.
+/// Errors: ValueError when it is not an object {key: plan}.
+void check_choices(const nlohmann::json& choices);
+/// Adds choices made before. Errors: as check_choices.
 void set_choices(const nlohmann::json& choices);
 
 /// Adds the choices of a file that write_choices made, perhaps edited, as rank 0 sees it; none if

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "braid/core/check.h"
+#include "braid/ops/tuner.h"
 #include "braid/train/checkpoint_files.h"
 
 namespace braid {
@@ -88,10 +89,10 @@ TrainerState parse_state(const json& object, const fs::path& path) {
     BRAID_CHECK(object.contains(key), path.string(), " lacks ", key);
     *target = object[key];
   }
-  for (const auto& [key, choice] : state.tuner.items()) {
-    BRAID_CHECK(choice.is_number_unsigned() && choice <= INT32_MAX, path.string(),
-                ": the tuner's choice of ", key, " is ", choice.dump(),
-                ", expected a number of chunks");
+  try {
+    tuner::check_choices(state.tuner);
+  } catch (const c10::ValueError& error) {
+    BRAID_CHECK(false, path.string(), ": ", error.what_without_backtrace());
   }
   return state;
 }
