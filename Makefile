@@ -1,6 +1,6 @@
 # The front door: what a person or CI does with braid. `make help` lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-tsan test-asan bench lint clean
+.PHONY: help setup build train test test-tsan test-asan test-fuzz bench lint clean
 jobs := $(shell nproc)
 build = cmake --build $(1) -j $(jobs)
 # CMake configures once; later changes of its files are seen by the build itself.
@@ -29,6 +29,12 @@ test-tsan: setup  ## the tests of core, comm and ops under ThreadSanitizer
 	@$(call configure,build-tsan,tsan)
 	@$(call build,build-tsan)
 	@ctest --test-dir build-tsan --output-on-failure -L 'unit|ranks'
+
+test-fuzz: setup  ## 10,000 random sequences of operations under ThreadSanitizer: half an hour
+	@$(call configure,build-tsan,tsan)
+	@$(call build,build-tsan) --target braid_test_ops_ranks
+	@BRAID_FUZZ_SEQUENCES=10000 TSAN_OPTIONS=suppressions=tests/support/tsan.supp BRAID_SLOT_BYTES=268435456 \
+	  build-tsan/braid_test_ops_ranks --gtest_filter='FuzzSequences*'
 
 test-asan: setup  ## the tests of core, comm and ops under AddressSanitizer
 	@$(call configure,build-asan,asan)

@@ -1,15 +1,16 @@
 // Thousands of random operations with ranks as threads: right results, that stay what they are while they are held.
 #include "tests/support/fuzz.h"
 
+#include <cstdlib>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace braid {
 namespace {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int kSteps = 300;
+constexpr int kSteps = 300, kSequences = 600;
 #else
-constexpr int kSteps = 1200;
+constexpr int kSteps = 1200, kSequences = 1500;
 #endif
 
 class FuzzTest : public testing::TestWithParam<int> {};
@@ -31,6 +32,44 @@ TEST_P(FuzzTest, RanksAsThreads) {
       held.result.fill_(1);
     }
   }
+  EXPECT_EQ(num_dropped_pending, 0);
+}
+
+/// Short sequences over four ranks, each in groups of four, of two neighbours, of two that are two
+/// apart, or of three and one. `make test-fuzz` runs 10,000 of them (BRAID_FUZZ_SEQUENCES).
+TEST(FuzzSequences, OfFourRanksInAnyGroups) {
+  const char* text = std::getenv("BRAID_FUZZ_SEQUENCES");
+  const int num_sequences = text != nullptr ? std::stoi(text) : kSequences;
+  const std::vector<std::vector<std::vector<int>>> splits{
+      {{0, 1, 2, 3}}, {{0, 1}, {2, 3}}, {{0, 2}, {1, 3}}, {{0, 2, 3}, {1}}};
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  test::run_ranks(4, [&](const auto& world) {
+    struct Pair {
+      std::shared_ptr<Group> first, second;
+      unsigned number;
+    };
+    std::vector<Pair> groups;
+    for (unsigned s = 0; s < splits.size(); ++s) {
+      for (const auto& members : splits[s]) {
+        const auto me = std::find(members.begin(), members.end(), world->rank());
+        if (me == members.end()) continue;
+        const auto make = [&](const char* which) {
+          return Group::create(store, fmt::format("{} {} {}", which, s, members[0]),
+                               static_cast<int>(me - members.begin()),
+                               static_cast<int>(members.size()));
+        };
+        groups.push_back(
+            {make("first"), make("second"), 10 * s + static_cast<unsigned>(members[0])});
+      }
+    }
+    std::mt19937 generator(5);  // the same on all ranks
+    for (int i = 0; i < num_sequences && !testing::Test::HasFailure(); ++i) {
+      const Pair& pair = groups[generator() % groups.size()];
+      const auto steps = static_cast<int>(1 + generator() % 6);
+      test::Fuzz fuzz(*pair.first, *pair.second, 100 * static_cast<unsigned>(i) + pair.number);
+      (void)fuzz.run(steps);
+    }
+  });
   EXPECT_EQ(num_dropped_pending, 0);
 }
 

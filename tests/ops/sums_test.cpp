@@ -1,8 +1,8 @@
 // What is promised of sums: rounded once, in f32, the same bits on every rank and in every run, whoever is late.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <chrono>
+#include <cmath>
 #include <mutex>
 #include <random>
 #include <thread>

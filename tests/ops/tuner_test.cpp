@@ -74,6 +74,14 @@ TEST(Tuner, APinGoesBeforeAMeasuredChoiceAndTheMostExactPinFirst) {
   });
 }
 
+TEST(Tuner, RanksThatKnowDifferentChoicesRunWithRankZeros) {
+  test::run_ranks(2, [&](const auto& group) {
+    tuner::set_choices({{"* m=* n=* k=* * * *", group->rank() == 0 ? "chunked 3" : "serial"}});
+    const tuner::Key key{"matmul_all_reduce", 32, 64, 64, at::kFloat};
+    EXPECT_EQ(to_text(tuner::choose(*group, key, {}, fail)), "chunked 3");
+  });
+}
+
 TEST(Tuner, EveryHalfAndReducingFormIsTried) {
   test::run_ranks(3, [&](const auto& group) {
     std::set<std::string> tried;

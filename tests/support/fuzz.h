@@ -178,7 +178,7 @@ class Fuzz {
     const Group& group = *groups_[static_cast<std::size_t>(draw(0, 1))];
     constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kDouble};
     const at::ScalarType dtype = kDtypes[draw(0, 2)];
-    const int kind = draw(0, 10);
+    const int kind = draw(0, 11);
     is_large_ =
         draw(0, 4) == 0;  // above what is reduced in one shot, and what is copied out of a slot
     Started started =
@@ -283,13 +283,27 @@ class Fuzz {
       case 9:
         return {start_matmul_all_reduce(group, x_of(rank_), w_of(rank_), b, options),
                 with_bias(sum_of(partial)), "matmul_all_reduce"};
-      default: {
+      case 10: {
         const at::Tensor x_full = cat_of(shard);
         const at::Tensor dy = values(rank_, {x_full.size(0), n}, dtype, 2);
         at::Tensor dw = at::empty({n, k}, dtype == at::kBFloat16 ? at::kFloat : dtype);
-        all_gather_wgrad(group, dy, shard(rank_), dw, false, options, given());
-        return {done(dw), dy.to(at::kDouble).t().mm(x_full.to(at::kDouble)).to(dw.scalar_type()),
-                "all_gather_wgrad"};
+        auto pending = std::make_shared<Pending<void>>(
+            start_all_gather_wgrad(group, dy, shard(rank_), dw, false, options, given()));
+        return {Pending<at::Tensor>([pending, dw] {
+                  pending->wait();
+                  return dw;
+                }),
+                product(dy.t(), x_full.t()).to(dw.scalar_type()), "all_gather_wgrad"};
+      }
+      default: {
+        const at::Tensor dy = cat_of(shard), w = values(rank_, {k, n}, dtype, 1),
+                         x = values(rank_, {dy.size(0), n}, dtype, 2);
+        at::Tensor dw = at::empty({k, n}, dtype == at::kBFloat16 ? at::kFloat : dtype);
+        const at::Tensor dx = all_gather_matmul_backward(group, shard(rank_), w, x, true, dw, false,
+                                                         {}, options, given());
+        EXPECT_TRUE(at::equal(dw, product(dy.t(), x.t()).to(dw.scalar_type())))
+            << "dw in step " << step_;
+        return {done(dx), product(dy, w.t()).to(dtype), "all_gather_matmul_backward"};
       }
     }
   }

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "braid/comm/gloo_group.h"
@@ -36,6 +37,11 @@ std::shared_ptr<Group> Group::create_stub(const std::string& name, int rank, int
   group->name_ = name;
   if (size > 1) group->memory_ = SharedMemory::create_stub(name, rank, size);
   return group;
+}
+
+Group::Group() {
+  static std::atomic<std::uint64_t> num_made{0};
+  id_ = ++num_made;
 }
 
 Group::~Group() = default;

@@ -41,6 +41,8 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::string& name() const { return name_; }
+  /// Different for every Group object of this process.
+  std::uint64_t id() const { return id_; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
   SharedMemory* memory() const { return memory_.get(); }
@@ -56,8 +58,9 @@ class Group {
   int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
 
  private:
-  Group() = default;
+  Group();
   void check_usable() const;
+  std::uint64_t id_;
   int rank_ = 0, size_ = 1;
   std::string name_;
   GroupOptions options_;

@@ -280,6 +280,12 @@ int SharedMemory::num_in_flight() const {
                                         [](const Slot& slot) { return slot.in_flight; }));
 }
 
+std::size_t SharedMemory::bytes() const {
+  std::size_t sum = control_bytes();
+  for (const Slot& slot : *slots_) sum += slot.allocated;
+  return sum;
+}
+
 std::size_t SharedMemory::take_slot(const char* op) {
   const std::vector<Slot>& slots = *slots_;
   const int in_flight = num_in_flight();

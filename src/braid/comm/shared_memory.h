@@ -97,6 +97,8 @@ class SharedMemory {
   int rank() const { return rank_; }
   /// Operations of this rank that are started and not finished.
   int num_in_flight() const;
+  /// Bytes of this rank's region that have memory: flags and what its slots have needed at most.
+  std::size_t bytes() const;
   int size() const { return static_cast<int>(regions_.size()); }
 
   SharedMemory(const SharedMemory&) = delete;

@@ -19,7 +19,10 @@ namespace braid {
 /// x as rows: [..., k] -> [rows, k].
 inline at::Tensor as_rows(const char* op, const char* what, const at::Tensor& x) {
   BRAID_CHECK(x.dim() >= 2, op, ": ", what, " has ", x.dim(), " dims, at least 2 are needed");
-  return x.detach().reshape({-1, x.size(-1)});
+  if (x.dim() == 2) return x.detach();
+  return x.detach().reshape(
+      {c10::multiply_integers(x.sizes().slice(0, static_cast<std::size_t>(x.dim()) - 1)),
+       x.size(-1)});
 }
 
 inline void check_inner(const char* op, const at::Tensor& x, std::int64_t n, std::int64_t k,

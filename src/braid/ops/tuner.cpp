@@ -38,6 +38,8 @@ constexpr std::int64_t kFewHalfRows = 64;
 
 thread_local std::map<std::string, Plan> table;
 thread_local std::map<std::string, Plan> pins;  // keys with *
+// What the ranks of a group (its id) run with: what rank 0 knew, or they measured together.
+thread_local std::map<std::pair<std::uint64_t, std::string>, Plan> agreed;
 thread_local bool live = true;
 
 // File of choices.
@@ -78,9 +80,12 @@ nlohmann::json read_file(const std::string& path) {
   return {{kChoices, file[kChoices]}};
 }
 
+std::int64_t rounded_up(std::int64_t m) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(m)));
+}
+
 std::string text_of(const Group& group, const Key& key) {
-  const auto m = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(key.m)));
-  return fmt::format("{} m={} n={} k={} {} ranks={} {}", key.op, m, key.n, key.k,
+  return fmt::format("{} m={} n={} k={} {} ranks={} {}", key.op, rounded_up(key.m), key.n, key.k,
                      dtype_name(key.dtype), group.size(),
                      group.memory() != nullptr ? "host" : "network");
 }
@@ -175,8 +180,9 @@ Plan measure(const Group& group, std::vector<Plan> plans,
 }
 
 Plan by_rule(const Group& group, const Key& key) {
-  Plan plan{.num_chunks = key.m < kFewRows * group.size() ? 1 : group.memory() != nullptr ? 0 : 4};
-  plan.native = key.has_native && (is_native(key.dtype) || key.m < kFewHalfRows);
+  const std::int64_t m = rounded_up(key.m);
+  Plan plan{.num_chunks = m < kFewRows * group.size() ? 1 : group.memory() != nullptr ? 0 : 4};
+  plan.native = key.has_native && (is_native(key.dtype) || m < kFewHalfRows);
   return plan;
 }
 
@@ -233,15 +239,26 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
   if (options.mode != Mode::automatic) return as_asked(group, key, options);
   if (key.m == 0) return {};
   const std::string text = text_of(group, key);
-  if (const Plan* plan = known(text)) {
-    BRAID_CHECK(plan->num_chunks != 0 || group.memory() != nullptr, "the tuner's choice for ", text,
-                " is '", to_text(*plan), "', but group ", group.name(), " shares no memory");
-    Plan result = *plan;
-    result.ring = result.ring && key.reduces;
-    result.native = result.native && key.has_native && !result.ring;
-    return result;
+  const std::pair in_group(group.id(), text);
+  if (const auto found = agreed.find(in_group); found != agreed.end()) return found->second;
+  // Ranks may know different choices, from other groups or files: rank 0's counts.
+  const Plan* mine = known(text);
+  const std::string first = broadcast_text(group, mine == nullptr ? "" : to_text(*mine), 0);
+  // Trials would come round to the entries of operations in flight (kEntries).
+  const bool in_flight = group.memory() != nullptr && group.memory()->num_in_flight() > 0;
+  Plan plan;
+  if (!first.empty()) {
+    plan = plan_from_text(first);
+    BRAID_CHECK(plan.num_chunks != 0 || group.memory() != nullptr, "the tuner's choice for ", text,
+                " is '", first, "', but group ", group.name(), " shares no memory");
+    plan.ring = plan.ring && key.reduces;
+    plan.native = plan.native && key.has_native && !plan.ring;
+  } else if (live && in_flight) {
+    return by_rule(group, key);
+  } else {
+    plan = table[text] = live ? measure(group, candidates(group, key), trial) : by_rule(group, key);
   }
-  return table[text] = live ? measure(group, candidates(group, key), trial) : by_rule(group, key);
+  return agreed[in_group] = plan;
 }
 
 const char* dtype_name(at::ScalarType dtype) {
@@ -269,6 +286,7 @@ nlohmann::json choices() {
 void forget_choices() {
   table.clear();
   pins.clear();
+  agreed.clear();
 }
 
 void check_choices(const nlohmann::json& choices) {
@@ -287,6 +305,7 @@ void check_choices(const nlohmann::json& choices) {
 
 void set_choices(const nlohmann::json& choices) {
   check_choices(choices);
+  agreed.clear();
   for (const auto& [key, plan] : choices.items()) {
     const bool is_pin = key.find('*') != std::string::npos;
     (is_pin ? pins : table)[key] = plan_from_text(plan.get<std::string>());

@@ -8,6 +8,7 @@
 // "network" is where the ranks are. Values are plans (ops/plan.h). A person may edit them, and may
 // put * for any field of a key: such a pin goes before measured choices, the one with the fewest *
 // first. Every pass looks its own operation up: forward, input gradient and weight gradient.
+// The ranks of a group agree at the first use of a key: what rank 0 knows counts, or they measure.
 #pragma once
 
 #include <cstdint>
@@ -51,11 +52,12 @@ const char* dtype_name(at::ScalarType dtype);
 
 /// This thread's choices: {key: plan}. They go into a checkpoint.
 nlohmann::json choices();
-/// Empties this thread's table.
+/// Empties this thread's table. As set_choices: all ranks at the same point.
 void forget_choices();
 /// Errors: ValueError when it is not an object {key: plan}.
 void check_choices(const nlohmann::json& choices);
-/// Adds choices made before. Errors: as check_choices.
+/// Adds choices made before, from the next use of their keys on: all ranks of a group at the same
+/// point of their program. Errors: as check_choices.
 void set_choices(const nlohmann::json& choices);
 
 /// Adds the choices of a file that write_choices made, perhaps edited, as rank 0 sees it; none if
