@@ -30,7 +30,8 @@ namespace {
 // A candidate this much slower than the best one is not measured further.
 constexpr double kHopeless = 1.5, kClose = 1.06;
 constexpr int kRounds = 5;
-constexpr double kShortest = 2e-3;  // seconds that are timed at once, at least
+constexpr double kShortest = 4e-3;  // seconds that are timed at once, at least
+constexpr double kSeconds = 2;      // of a key, for telling apart what is close
 // Below this many rows a rank, cutting the matmul costs more than it hides (measured: docs/design.md).
 constexpr std::int64_t kFewRows = 128;
 // Below this many rows, converting a half weight to f32 costs more than the product.
@@ -146,37 +147,66 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-/// The fastest plan: all are tried once to warm up and once more; the hopeless ones go; those that
-/// are still close to the best after kRounds rounds get twice as many more.
-Plan measure(const Group& group, std::vector<Plan> plans,
-             const std::function<void(const Plan&)>& trial) {
-  const auto keep = [&](auto& times, double within) {
+/// Candidates with what they took so far.
+struct Contest {
+  std::vector<Plan> plans;
+  std::vector<std::vector<double>> seconds;  // [plan][round]
+
+  void add(const std::vector<std::vector<double>>& more) {
+    seconds.resize(plans.size());
+    for (std::size_t p = 0; p < plans.size(); ++p)
+      seconds[p].insert(seconds[p].end(), more[p].begin(), more[p].end());
+  }
+  /// Keeps the plans within a factor of the best one, by the medians of what they took in relation to
+  /// the first plan in the same round: so the machine's moods meet all of them.
+  void keep(double within) {
     std::vector<double> medians;
-    for (const auto& each : times) medians.push_back(median(each));
+    for (const auto& each : seconds) {
+      std::vector<double> ratios;
+      for (std::size_t round = 0; round < each.size(); ++round)
+        ratios.push_back(each[round] / seconds[0][round]);
+      medians.push_back(median(std::move(ratios)));
+    }
     const double best = *std::min_element(medians.begin(), medians.end());
     std::size_t kept = 0;
     for (std::size_t p = 0; p < plans.size(); ++p) {
       if (medians[p] > within * best) continue;
       plans[kept] = plans[p];
-      times[kept++] = times[p];
+      std::swap(seconds[kept++], seconds[p]);
     }
     plans.resize(kept);
-    times.resize(kept);
-    return best;
-  };
-  (void)time(group, plans, 1, 1, trial);
-  auto first = time(group, plans, 1, 1, trial);
-  const double best = keep(first, kHopeless);
-  const int calls = static_cast<int>(std::clamp(std::ceil(kShortest / best), 1.0, 100.0));
-  auto times = time(group, plans, kRounds, calls, trial);
-  keep(times, kClose);
-  if (plans.size() > 1) {
-    const auto more = time(group, plans, 2 * kRounds, calls, trial);
-    for (std::size_t p = 0; p < plans.size(); ++p)
-      times[p].insert(times[p].end(), more[p].begin(), more[p].end());
-    keep(times, 1.0);
+    seconds.resize(kept);
   }
-  return plans[0];
+  double fastest() const {
+    double fastest = seconds[0][0];
+    for (const auto& each : seconds)
+      fastest = std::min(fastest, *std::min_element(each.begin(), each.end()));
+    return fastest;
+  }
+};
+
+/// The fastest plan: all are tried once to warm up and once more, and the hopeless ones go; what is
+/// close to the best after kRounds rounds gets as many more as fit into kSeconds.
+Plan measure(const Group& group, std::vector<Plan> plans,
+             const std::function<void(const Plan&)>& trial) {
+  Contest contest{std::move(plans), {}};
+  const auto run = [&](int rounds, int calls) {
+    return time(group, contest.plans, rounds, calls, trial);
+  };
+  (void)run(1, 1);
+  contest.add(run(1, 1));
+  contest.keep(kHopeless);
+  const double fastest = contest.fastest();
+  const int calls = static_cast<int>(std::clamp(std::ceil(kShortest / fastest), 1.0, 100.0));
+  contest.seconds.clear();
+  contest.add(run(kRounds, calls));
+  contest.keep(kClose);
+  if (contest.plans.size() > 1) {
+    const double round_s = fastest * calls * static_cast<double>(contest.plans.size());
+    contest.add(run(static_cast<int>(std::clamp(kSeconds / round_s, 5.0, 40.0)), calls));
+    contest.keep(1.0);
+  }
+  return contest.plans[0];
 }
 
 Plan by_rule(const Group& group, const Key& key) {
