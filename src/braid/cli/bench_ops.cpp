@@ -112,8 +112,8 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
                       {"auto_again_s", t.auto_again},
                       {"auto_mode", t.auto_mode},
                       {"best_mode", t.best("").name}};
-  for (const auto* ways : {&t.plans, &t.communication})
-    for (const Way& way : *ways) line[way.name + "_s"] = way.s;
+  for (const Way& way : t.plans) line["plans_s"][way.name] = way.s;
+  for (const Way& way : t.communication) line[way.name + "_s"] = way.s;
   return line;
 }
 
