@@ -31,6 +31,10 @@ begin ops
 measure build/braid bench ops --sweep --rounds "$rounds"
 finish
 
+begin int8
+measure taskset -c "$first_core" build/braid bench int8 --rounds "$rounds"
+finish
+
 begin step
 step=(build/braid bench step --num-layers 4 --hidden-size 512 --ffn-hidden-size 1376 --num-attention-heads 8 --seq-length 1024
   --vocab-size 256 --micro-batch-size 1 --lr 1e-3 --train-iters $(((rounds + 2) / 3)))

@@ -89,6 +89,12 @@ TEST(Program, BenchOpsOfAnyShape) {
   expect_refused("bench ops --sweep --m 5", "--m is 5");
 }
 
+TEST(Program, BenchInt8) {
+  const auto [code, output] = braid("bench int8 --n 40 --k 50 --rounds 1 --json");
+  EXPECT_EQ(code, 0) << output;
+  EXPECT_GT(nlohmann::json::parse(output.substr(0, output.find('\n')))["int8_channel_s"], 0);
+}
+
 TEST(Program, BenchStep) {
   const auto [code, output] = braid(
       "bench step --json --nproc 2 --tensor-model-parallel-size 2 --use-coc --coc-fused-kernel "

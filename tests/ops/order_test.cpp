@@ -1,6 +1,7 @@
 // The order of matmuls and communication, and what a late rank costs: read off the trace, with an injected delay.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -84,6 +85,49 @@ TEST(CollectiveMatmulOrder, TheOwnTileIsMultipliedWhileAPeerIsAwaited) {
     ASSERT_FALSE(seen.waits.empty());
     const bool is_first = seen.matmuls[0].end_ns <= seen.waits[0].begin_ns;
     EXPECT_EQ(is_first, mode == Mode::fused);
+  }
+}
+
+/// Every pass is as many matmuls as it has tiles: backward's, too.
+TEST(CollectiveMatmulOrder, EveryPassIsCutIntoItsTiles) {
+  const at::Tensor x = at::ones({64, 32}), w = at::ones({16, 32}), dy = at::ones({128, 16});
+  struct Pass {
+    const char* op;
+    std::function<void(const Group&, MatmulOptions)> run;
+    std::size_t of_a_tile;
+  };
+  const std::vector<Pass> passes{
+      {"all_gather_matmul",
+       [&](const Group& group, MatmulOptions options) {
+         (void)all_gather_matmul(group, x, w, {}, options, {64, 64});
+       },
+       1},
+      {"matmul_reduce_scatter",
+       [&](const Group& group, MatmulOptions options) {
+         (void)matmul_reduce_scatter(group, x, w, {}, options);
+       },
+       1},
+      {"all_gather_wgrad",
+       [&](const Group& group, MatmulOptions options) {
+         all_gather_wgrad(group, dy, x, at::empty({16, 32}), false, options, {64, 64});
+       },
+       1},
+      {"all_gather_matmul_backward",
+       [&](const Group& group, MatmulOptions options) {
+         (void)all_gather_matmul_backward(group, dy.narrow(0, 0, 64), w, at::ones({128, 32}), true,
+                                          at::empty({16, 32}), false, {}, options, {64, 64});
+       },
+       2}};
+  for (const Pass& pass : passes) {
+    for (const auto& [options, tiles] :
+         {std::pair(MatmulOptions{Mode::serial}, std::size_t{1}),
+          std::pair(MatmulOptions{Mode::chunked, 4}, std::size_t{8}),  // of each rank's rows
+          std::pair(MatmulOptions{Mode::fused}, std::size_t{2})}) {
+      const Seen seen = seen_beside_a_late_peer(
+          pass.op, [&, options = options](const Group& group) { pass.run(group, options); });
+      EXPECT_EQ(seen.calls, 1) << pass.op;
+      EXPECT_EQ(seen.matmuls.size(), tiles * pass.of_a_tile) << pass.op;
+    }
   }
 }
 

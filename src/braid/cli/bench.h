@@ -47,6 +47,10 @@ void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Pl
 /// The standing sweep: every op, type, number of rows and weight.
 std::vector<OpCase> standing_sweep();
 
+/// Measures products with an int8 weight [n, k] (bf16 rows, a scale per channel and per group of
+/// 128) beside at::mm in bf16, fp16 and f32, in turn, on one core.
+void bench_int8(std::int64_t n, std::int64_t k, int rounds, bool json);
+
 /// Batches of random tokens, others on every data-parallel rank.
 Trainer::BatchSource random_batches(const TrainConfig& config, int dp_rank);
 

@@ -78,6 +78,26 @@ void add_bench_ops(CLI::App& bench, Body& body) {
   });
 }
 
+void add_bench_int8(CLI::App& bench, Body& body) {
+  struct Flags {
+    std::int64_t n = 4096, k = 4096;
+    int rounds = 21;
+    bool json = false;
+  };
+  auto flags = std::make_shared<Flags>();
+  auto* int8 = bench.add_subcommand("int8", "time products with an int8 weight beside ATen's");
+  int8->add_option("--n", flags->n, "rows of the weight")->check(kCount)->capture_default_str();
+  int8->add_option("--k", flags->k, "columns of the weight")->check(kCount)->capture_default_str();
+  int8->add_option("--rounds", flags->rounds)->check(kCount)->capture_default_str();
+  int8->add_flag("--json", flags->json, "one JSON line a number of rows");
+  int8->callback([flags, &body] {
+    body = [flags] {
+      bench_int8(flags->n, flags->k, flags->rounds, flags->json);
+      return 0;
+    };
+  });
+}
+
 void add_bench_step(CLI::App& bench, Body& body) {
   auto* step = bench.add_subcommand(
       "step", "time a training step; takes the flags of braid train, and --json");
@@ -107,9 +127,11 @@ void add_bench_step(CLI::App& bench, Body& body) {
 }  // namespace
 
 void add_bench(CLI::App& app, Body& body) {
-  auto* bench = app.add_subcommand("bench", "measure operations (ops) or training steps (step)");
+  auto* bench =
+      app.add_subcommand("bench", "measure operations (ops, int8) or training steps (step)");
   bench->require_subcommand(1);
   add_bench_ops(*bench, body);
+  add_bench_int8(*bench, body);
   add_bench_step(*bench, body);
 }
 
