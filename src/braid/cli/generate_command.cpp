@@ -56,7 +56,8 @@ void add_generate_flags(CLI::App& app, Flags& flags) {
                  "ranks that share each layer: all of them");
   app.add_flag("--bf16", bf16, "compute in bf16 instead of f32");
   app.add_flag("--int8", int8, "matmul weights in int8, a scale for each output feature");
-  app.add_option("--tuner-file", tuner_file, "choices of braid tune to use");
+  app.add_option("--tuner-file", tuner_file,
+                 "choices of how operations run, to be used and added to");
   app.add_flag("--json", json, "one JSON line a prompt");
 }
 
@@ -82,8 +83,8 @@ bool write(const std::string& text) {
 void run_generation(const Request& request, const Flags& flags, const Place& place) {
   const auto store = connect_store(place, env().timeout);
   share_cores(place, *store);
-  tuner::allow_live(
-      false);  // few operations of each shape: measuring would cost more than it saves
+  // Measuring costs more than one run saves, unless it is kept.
+  tuner::allow_live(!flags.tuner_file.empty());
   TransformerOptions options;
   options.group = Group::create(store, "tp", place.rank, place.world_size);
   if (!flags.tuner_file.empty()) tuner::read_choices(*options.group, flags.tuner_file);
@@ -105,6 +106,7 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
   };
   const auto all = generate(model, options.group, prompts, request.options, on_token);
   if (place.rank != 0) return;
+  if (!flags.tuner_file.empty()) tuner::write_choices(flags.tuner_file);
   if (streams) write("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
     if (!flags.json) {

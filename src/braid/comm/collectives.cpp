@@ -103,10 +103,13 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
 
 Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                                 std::vector<std::int64_t> rows) {
+  if (rows.empty()) rows = split_rows(sizes[0], group.size());
+  check_rows(group, "reduce_scatter", "rows", rows);
+  BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), sizes[0],
+                 "reduce_scatter: the sum of rows and the rows of x");
   if (group.memory() != nullptr) {
     const trace::Operation operation("reduce_scatter");
-    return shared::prepare_reduce_scatter(
-        group, sizes, dtype, rows.empty() ? split_rows(sizes[0], group.size()) : std::move(rows));
+    return shared::prepare_reduce_scatter(group, sizes, dtype, std::move(rows));
   }
   const at::Tensor x = at::empty(sizes, at::TensorOptions(dtype));
   return {x, [&group, x, rows = std::move(rows)] { return start_reduce_scatter(group, x, rows); }};

@@ -74,7 +74,7 @@ at::Tensor CachedDecoder::column_product(std::size_t weight, const at::Tensor& x
   }
   const at::Tensor& w = model_.parameters_[weight].value;
   at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
-  TileMatmul(w).multiply(x, y, false);
+  TileMatmul(w, is_native(x.scalar_type(), x.size(0))).multiply(x, y, false);
   return y;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/sums.h"
 #include "braid/core/check.h"
 #include "braid/ops/tile_matmul.h"
 
@@ -61,7 +62,7 @@ at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const at:
   at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
   const bool prefill = bias.defined() && !at::isReducedFloatingType(y.scalar_type());
   if (prefill) y.copy_(bias.detach().expand_as(y));
-  TileMatmul(w).multiply(x, y, prefill);
+  TileMatmul(w, is_native(x.scalar_type(), x.size(0))).multiply(x, y, prefill);
   if (bias.defined() && !prefill) y.add_(bias.detach());
   return y;
 }
@@ -112,12 +113,10 @@ struct WeightGradient {
 };
 
 /// dw (+)= dy^T x without communication, summed in f32 whatever the types.
-void weight_gradient(const at::Tensor& dy, const at::Tensor& x, at::Tensor& dw, bool accumulate) {
-  if (!at::isReducedFloatingType(dw.scalar_type())) return add_weight_grad(dy, x, dw, accumulate);
-  const at::Tensor sum =
-      accumulate ? dw.to(at::kFloat) : at::empty(dw.sizes(), dw.options().dtype(at::kFloat));
-  add_weight_grad(dy, x, sum, accumulate);
-  dw.copy_(sum);
+void weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& dw,
+                     bool accumulate) {
+  through_sum_dtype(dw, accumulate,
+                    [&](const at::Tensor& sum, bool add) { add_weight_grad(dy, x, sum, add); });
 }
 
 at::Tensor bias_gradient(const at::Tensor& dy) {
@@ -245,7 +244,12 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
                needs_db = saved->has_bias && ctx->needs_input_grad(2);
     WeightGradient gradient(options, weight, ctx->needs_input_grad(1));
     at::Tensor dx, db;
-    if (num_ranks(options) > 1 && options.sequence_parallel) {
+    if (num_ranks(options) > 1 && options.sequence_parallel && !needs_dx &&
+        !gradient.dw.defined()) {
+      if (needs_db)  // only [n] travels
+        db = all_reduce(*options.group, dy.sum(0, false, sum_dtype(dy.scalar_type())))
+                 .to(dy.scalar_type());
+    } else if (num_ranks(options) > 1 && options.sequence_parallel) {
       const auto num_tokens = num_rows(saved->x_sizes);
       if (needs_db) db = at::zeros({weight.size(0)}, weight.options());
       // A frozen weight's x was not kept: only its shape is asked for.

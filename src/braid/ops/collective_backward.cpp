@@ -9,20 +9,24 @@
 namespace braid {
 namespace {
 
-/// dw (+)= the sum of what `add(dw32, accumulate)` adds, in the dtype of sums.
-template <class F>
-void through_sum_dtype(at::Tensor& dw, bool accumulate, F&& add) {
-  if (dw.scalar_type() == sum_dtype(dw.scalar_type())) return add(dw, accumulate);
-  at::Tensor sum = accumulate ? dw.to(at::kFloat) : at::empty(dw.sizes(), at::kFloat);
-  add(sum, accumulate);
-  dw.copy_(sum);
-}
-
 void check_weight_grad(const char* op, const at::Tensor& dy, const at::Tensor& x,
                        const at::Tensor& dw) {
+  BRAID_CHECK(dy.scalar_type() == x.scalar_type(), op, ": dtypes differ: dy is ", dy.scalar_type(),
+              ", x is ", x.scalar_type());
+  if (!dw.defined()) return;
   BRAID_CHECK(dw.dim() == 2 && dw.size(0) == dy.size(-1) && dw.size(1) == x.size(-1), op,
               ": dw has shape ", dw.sizes(), ", dy has n = ", dy.size(-1),
               " and x has k = ", x.size(-1));
+  BRAID_CHECK(
+      dw.scalar_type() == sum_dtype(dy.scalar_type()) || dw.scalar_type() == dy.scalar_type(), op,
+      ": dw is ", dw.scalar_type(), ", dy is ", dy.scalar_type());
+}
+
+/// Rows of all shards, where known, against those of the whole operand.
+void check_rows(const char* op, const std::vector<std::int64_t>& rows, const char* what,
+                std::int64_t whole) {
+  BRAID_CHECK(rows.empty() || total(rows) == whole, op, ": the ranks' shards have ", total(rows),
+              " rows, ", what, " has ", whole);
 }
 
 /// sum (+)= dy^T @ the tiles of the stream.
@@ -54,6 +58,8 @@ Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
       add_gathered(*make_gather_stream(group, kOp, x, plan, rows), dy_rows,
                    at::empty(dw.sizes(), sum_dtype(dw.scalar_type())), false);
     };
+    learn_rows(group, x, options, rows);
+    check_rows(kOp, rows, "dy", dy_rows.size(0));
     const Plan plan =
         choose_gather(group, kOp, x, dy_rows.size(1), /*has_native=*/false, options, rows, trial);
     stream = make_gather_stream(group, kOp, x, plan, rows);
@@ -84,9 +90,13 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
   const at::Tensor dy = as_rows(kOp, "dy_shard", dy_shard), x_rows = as_rows(kOp, "x", x),
                    w = weight.detach();
   check_weight(kOp, dy, w.t(), {});
-  if (dw.defined()) check_weight_grad(kOp, dy, x_rows, dw);
+  check_weight_grad(kOp, dy, x_rows, dw);
+  BRAID_CHECK(!db.defined() || (db.dim() == 1 && db.size(0) == dy.size(1)), kOp,
+              ": db does not have the n = ", dy.size(1), " of dy");
   rows = given_rows(group, kOp, dy_shard, std::move(rows));
   const std::int64_t m = x_rows.size(0);
+  learn_rows(group, dy, options, rows);
+  check_rows(kOp, rows, "x", m);
   at::Tensor dx = need_dx ? at::empty({m, w.size(1)}, dy.options()) : at::Tensor();
 
   const auto run_into = [&](const Plan& plan, at::Tensor dw_sum, bool add, at::Tensor db_sum) {
@@ -116,7 +126,7 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
       db.defined() ? at::empty(db.sizes(), sum_dtype(db.scalar_type())) : at::Tensor();
   const auto run = [&](at::Tensor dw_sum, bool add) {
     Plan plan;
-    plan.native = is_native(dy.scalar_type());
+    plan.native = is_native(dy.scalar_type(), m);
     if (group.size() > 1)
       plan = choose_gather(group, kOp, dy, w.size(1), has_native_form(dy), options, rows,
                            [&](const Plan& candidate) {

@@ -56,14 +56,16 @@ GatheredMatmul all_gather_matmul(const Group& group, const char* op, const at::T
                                  bool keep) {
   const trace::Operation operation(op);
   const at::Tensor x = as_rows(op, "x_shard", x_shard), w = weight.detach();
-  check_weight(op, x, w, bias);
+  const at::Tensor b = bias.defined() ? bias.detach() : bias;
+  check_weight(op, x, w, b);
   rows = given_rows(group, op, x_shard, std::move(rows));
   GatheredMatmul result;
   if (group.size() == 1) {
-    result = {multiply_whole(x, TileMatmul(w), w.size(0), bias), keep ? x : at::Tensor()};
+    const TileMatmul matmul(w, is_native(x.scalar_type(), x.size(0)));
+    result = {multiply_whole(x, matmul, w.size(0), b), keep ? x.clone() : at::Tensor()};
   } else {
     const auto run = [&](const Plan& plan) {
-      result = run_all_gather_matmul(group, op, x, w, bias, plan, rows, keep);
+      result = run_all_gather_matmul(group, op, x, w, b, plan, rows, keep);
     };
     run(choose_gather(group, op, x, w.size(0), has_native_form(x), options, rows, run));
   }
@@ -141,7 +143,7 @@ class ReducedMatmul {
 
   Pending<at::Tensor> start() const {
     if (group_.size() > 1) return start(plan());
-    const TileMatmul matmul(weight_, is_native(shape_.dtype));
+    const TileMatmul matmul(weight_, is_native(shape_.dtype, x_.size(0)));
     const at::Tensor y =
         with_leading_dims(multiply_whole(x_, matmul, shape_.n, shape_.bias), sizes_);
     return Pending<at::Tensor>([y] { return y; });

@@ -3,10 +3,11 @@
 //
 // Weights are stored [n, k] (as torch.nn.Linear) and may be any 2-D strided view: a backward pass
 // gives weight.t(). x may be strided; leading dims are rows: [..., k].
-//   Sums    over ranks: in f32 (f64 for f64), in rank order with the owner's own product last,
-//           rounded once
+//   Sums    over ranks: in f32 (f64 for f64), in an order that depends on the plan and the ranks
+//           alone (docs/design.md, Sums), rounded once
 //   Order   collective: all ranks, same order; at least two may be in flight. A start_ keeps its
-//           inputs, which must stay unwritten until wait()
+//           inputs, which must stay unwritten until wait(); reductions are waited for in the order in
+//           which they were started, as an early rank leaves its tiles for wait()
 //   Errors  as comm/collectives.h; ValueError before any message when shapes or dtypes of x, weight
 //           and bias don't fit
 //   Source  CoC: ALL_GATHER_MATMUL (V2), MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE
@@ -38,7 +39,7 @@ struct MatmulOptions {
   // straight to the owner (NOTE [ring] in ops/reduce_stream.cpp).
   bool ring = false;
   // Half types: multiplied in their own type (true), or through f32; not given: what is faster on
-  // this CPU, by type. Mode automatic measures it.
+  // this CPU, by type and number of rows. Mode automatic measures it.
   std::optional<bool> native = {};
   // The features of the weight's split dim over all ranks, where the ranks' shares differ; 0: they
   // are equal. Mode automatic needs it, so that all ranks speak of the same operation.

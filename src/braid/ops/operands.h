@@ -62,14 +62,20 @@ inline std::int64_t total(const std::vector<std::int64_t>& rows) {
   return std::reduce(rows.begin(), rows.end());
 }
 
-/// How a gathering operation runs; fills in rows (of every rank) where choosing needs them.
+/// Fills in the rows of every rank where they are not given and choosing a plan needs them.
+inline void learn_rows(const Group& group, const at::Tensor& x_shard, const MatmulOptions& options,
+                       std::vector<std::int64_t>& rows) {
+  if (group.size() > 1 && options.mode == Mode::automatic && rows.empty())
+    rows = all_gather_rows(group, x_shard.size(0));
+}
+
+/// How a gathering operation runs; fills in rows as learn_rows.
 inline Plan choose_gather(const Group& group, const char* op, const at::Tensor& x_shard,
                           std::int64_t n, bool has_native, const MatmulOptions& options,
                           std::vector<std::int64_t>& rows,
                           const std::function<void(const Plan&)>& trial) {
-  if (options.mode == Mode::automatic && rows.empty())
-    rows = all_gather_rows(group, x_shard.size(0));
-  const std::int64_t m = total(rows);
+  learn_rows(group, x_shard, options, rows);
+  const std::int64_t m = rows.empty() ? x_shard.size(0) * group.size() : total(rows);
   return tuner::choose(group,
                        {op, m, whole_features(group, n, options), x_shard.size(1),
                         x_shard.scalar_type(), /*reduces=*/false, has_native},

@@ -37,7 +37,9 @@ void for_each_half_tile(std::int64_t rows, F&& f) {
 
 }  // namespace
 
-bool is_native(at::ScalarType dtype) {
+bool is_native(at::ScalarType dtype, std::int64_t rows) {
+  constexpr std::int64_t kFewRows = 64;
+  if (at::isReducedFloatingType(dtype) && rows < kFewRows) return true;
 #if defined(__x86_64__)
   return dtype == at::kBFloat16 && __builtin_cpu_supports("avx512bf16") != 0;  // as where AMX is
 #else

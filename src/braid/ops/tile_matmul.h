@@ -15,8 +15,9 @@
 
 namespace braid {
 
-/// Whether this CPU multiplies `dtype` faster in ATen's own matmul than through f32.
-bool is_native(at::ScalarType dtype);
+/// Whether `rows` rows of a half type are multiplied faster in ATen's own matmul than through f32, as
+/// far as a rule can tell: by this CPU's instructions, and where converting the weight costs more.
+bool is_native(at::ScalarType dtype, std::int64_t rows);
 
 /// Whether there are two ways to multiply x: a half type.
 inline bool has_native_form(const at::Tensor& x) {
@@ -30,8 +31,7 @@ using AnyWeight = std::variant<at::Tensor, Int8Weight>;
 class TileMatmul {
  public:
   /// weight [n, k], any strides.
-  explicit TileMatmul(const at::Tensor& weight)
-      : TileMatmul(weight, is_native(weight.scalar_type())) {}
+
   TileMatmul(const AnyWeight& weight, bool native);
 
   /// out (+)= x @ weight^T.
@@ -48,5 +48,15 @@ class TileMatmul {
 ///   Shapes  dy [rows, n]   x [rows, k]   dw [n, k] in f32 (f64 for f64): the sum over rows is
 ///           never rounded to half, so half types always go through f32
 void add_weight_grad(const at::Tensor& dy, const at::Tensor& x, at::Tensor dw, bool accumulate);
+
+/// dw (+)= what `add(sum, accumulate)` adds to a sum, in the dtype of sums; rounded once.
+template <class F>
+void through_sum_dtype(at::Tensor dw, bool accumulate, F&& add) {
+  const bool is_half = at::isReducedFloatingType(dw.scalar_type());
+  if (!is_half) return add(dw, accumulate);
+  const at::Tensor sum = accumulate ? dw.to(at::kFloat) : at::empty(dw.sizes(), at::kFloat);
+  add(sum, accumulate);
+  dw.copy_(sum);
+}
 
 }  // namespace braid

@@ -34,13 +34,13 @@ constexpr double kShortest = 4e-3;  // seconds that are timed at once, at least
 constexpr double kSeconds = 2;      // of a key, for telling apart what is close
 // Below this many rows a rank, cutting the matmul costs more than it hides (measured: docs/design.md).
 constexpr std::int64_t kFewRows = 128;
-// Below this many rows, converting a half weight to f32 costs more than the product.
-constexpr std::int64_t kFewHalfRows = 64;
 
 thread_local std::map<std::string, Plan> table;
 thread_local std::map<std::string, Plan> pins;  // keys with *
 // What the ranks of a group (its id) run with: what rank 0 knew, or they measured together.
 thread_local std::map<std::pair<std::uint64_t, std::string>, Plan> agreed;
+// Rules of thumb for keys that are not measured while another operation is in flight.
+thread_local std::map<std::pair<std::uint64_t, std::string>, Plan> in_flight_rules;
 thread_local bool live = true;
 
 // File of choices.
@@ -56,6 +56,8 @@ std::string cpu_name() {
   return "unknown";
 }
 
+bool is_pin(const std::string& key) { return key.find('*') != std::string::npos; }
+
 /// A file's choices, or what is wrong with it: {"choices": ...} or {"error": ...}.
 nlohmann::json read_file(const std::string& path) {
   nlohmann::json file{{kCpu, cpu_name()}, {kChoices, nlohmann::json::object()}};
@@ -65,6 +67,14 @@ nlohmann::json read_file(const std::string& path) {
     try {
       file = nlohmann::json::parse(in);
       check_choices(file.at(kChoices));
+      const auto cpu = file.value(kCpu, std::string());
+      if (cpu != cpu_name()) {
+        warn(fmt::format("{} was measured on another CPU ({}; this is {}): only its pins are used",
+                         path, cpu, cpu_name()));
+        auto& all = file.at(kChoices);
+        for (auto it = all.begin(); it != all.end();)
+          it = is_pin(it.key()) ? std::next(it) : all.erase(it);
+      }
     } catch (const nlohmann::json::exception& what) {
       error = what.what();
     } catch (const c10::ValueError& what) {
@@ -75,9 +85,6 @@ nlohmann::json read_file(const std::string& path) {
   }
   if (!error.empty())
     return {{"error", fmt::format("{} is not a file of the tuner's choices: {}", path, error)}};
-  const auto cpu = file.value(kCpu, std::string());
-  if (cpu != cpu_name())
-    warn(fmt::format("{} was measured on another CPU ({}; this is {})", path, cpu, cpu_name()));
   return {{kChoices, file[kChoices]}};
 }
 
@@ -94,11 +101,12 @@ std::string text_of(const Group& group, const Key& key) {
 bool matches(const std::string& pin, const std::string& key) {
   std::istringstream pin_words(pin), key_words(key);
   std::string a, b;
-  while (pin_words >> a && key_words >> b) {
+  while (key_words >> b) {
+    if (!(pin_words >> a)) return false;
     const bool any = a == "*" || (a.ends_with("=*") && b.starts_with(a.substr(0, a.size() - 1)));
     if (!any && a != b) return false;
   }
-  return pin_words.eof() == key_words.eof();
+  return !(pin_words >> a);
 }
 
 const Plan* known(const std::string& key) {
@@ -212,7 +220,7 @@ Plan measure(const Group& group, std::vector<Plan> plans,
 Plan by_rule(const Group& group, const Key& key) {
   const std::int64_t m = rounded_up(key.m);
   Plan plan{.num_chunks = m < kFewRows * group.size() ? 1 : group.memory() != nullptr ? 0 : 4};
-  plan.native = key.has_native && (is_native(key.dtype) || m < kFewHalfRows);
+  plan.native = key.has_native && is_native(key.dtype, m);
   return plan;
 }
 
@@ -271,11 +279,13 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
   const std::string text = text_of(group, key);
   const std::pair in_group(group.id(), text);
   if (const auto found = agreed.find(in_group); found != agreed.end()) return found->second;
+  // Trials would come round to the entries of operations in flight (kEntries).
+  const bool in_flight = group.memory() != nullptr && group.memory()->num_in_flight() > 0;
+  const auto rule = in_flight_rules.find(in_group);
+  if (in_flight && rule != in_flight_rules.end()) return rule->second;
   // Ranks may know different choices, from other groups or files: rank 0's counts.
   const Plan* mine = known(text);
   const std::string first = broadcast_text(group, mine == nullptr ? "" : to_text(*mine), 0);
-  // Trials would come round to the entries of operations in flight (kEntries).
-  const bool in_flight = group.memory() != nullptr && group.memory()->num_in_flight() > 0;
   Plan plan;
   if (!first.empty()) {
     plan = plan_from_text(first);
@@ -284,9 +294,11 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
     plan.ring = plan.ring && key.reduces;
     plan.native = plan.native && key.has_native && !plan.ring;
   } else if (live && in_flight) {
-    return by_rule(group, key);
+    return in_flight_rules[in_group] = by_rule(group, key);
+  } else if (live) {
+    plan = table[text] = measure(group, candidates(group, key), trial);
   } else {
-    plan = table[text] = live ? measure(group, candidates(group, key), trial) : by_rule(group, key);
+    plan = by_rule(group, key);
   }
   return agreed[in_group] = plan;
 }
@@ -306,10 +318,11 @@ const char* dtype_name(at::ScalarType dtype) {
 
 void allow_live(bool on) { live = on; }
 
-nlohmann::json choices() {
+nlohmann::json choices(bool with_pins) {
   nlohmann::json result = nlohmann::json::object();
-  for (const auto* each : {&pins, &table})
-    for (const auto& [key, plan] : *each) result[key] = to_text(plan);
+  for (const auto& [key, plan] : table) result[key] = to_text(plan);
+  if (with_pins)
+    for (const auto& [key, plan] : pins) result[key] = to_text(plan);
   return result;
 }
 
@@ -317,6 +330,7 @@ void forget_choices() {
   table.clear();
   pins.clear();
   agreed.clear();
+  in_flight_rules.clear();
 }
 
 void check_choices(const nlohmann::json& choices) {
@@ -336,9 +350,9 @@ void check_choices(const nlohmann::json& choices) {
 void set_choices(const nlohmann::json& choices) {
   check_choices(choices);
   agreed.clear();
+  in_flight_rules.clear();
   for (const auto& [key, plan] : choices.items()) {
-    const bool is_pin = key.find('*') != std::string::npos;
-    (is_pin ? pins : table)[key] = plan_from_text(plan.get<std::string>());
+    (is_pin(key) ? pins : table)[key] = plan_from_text(plan.get<std::string>());
   }
 }
 
@@ -353,7 +367,8 @@ void read_choices(const Group& group, const std::string& path) {
 void write_choices(const std::string& path) {
   const std::string partial = fmt::format("{}.partial.{}", path, ::getpid());
   std::ofstream out(partial);
-  out << nlohmann::json{{kCpu, cpu_name()}, {kChoices, choices()}}.dump(1) << '\n';
+  out << nlohmann::json{{kCpu, cpu_name()}, {kChoices, choices(/*with_pins=*/true)}}.dump(1)
+      << '\n';
   out.close();
   const bool failed = !out || std::rename(partial.c_str(), path.c_str()) != 0;
   const int error = errno;

@@ -32,10 +32,10 @@ struct Key {
   bool has_native = false;  // half types: their own matmul is, too
 };
 
-/// How to run. In mode automatic, for a key that is not in this thread's table: measured, if live
+/// How to run. In mode automatic, for a key that rank 0 of the group does not know: measured, if live
 /// tuning is on, by running `trial(plan)` several times for each candidate, interleaved, median of
-/// the slowest rank; else by a rule of thumb, as while another operation of the group is in flight
-/// (then it is not kept).
+/// the slowest rank; else, and while another operation of the group is in flight, by a rule of thumb,
+/// which is not among the choices().
 ///   Order   collective in mode automatic
 ///   Errors  ValueError when num_chunks of mode chunked is below 1
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
@@ -50,8 +50,8 @@ void allow_live(bool on);
 /// As keys have it: f32, bf16, fp16; other types by their ATen name.
 const char* dtype_name(at::ScalarType dtype);
 
-/// This thread's choices: {key: plan}. They go into a checkpoint.
-nlohmann::json choices();
+/// What was measured in this thread, or set: {key: plan}. Goes into a checkpoint, but for the pins.
+nlohmann::json choices(bool with_pins = false);
 /// Empties this thread's table. As set_choices: all ranks at the same point.
 void forget_choices();
 /// Errors: ValueError when it is not an object {key: plan}.
@@ -61,7 +61,7 @@ void check_choices(const nlohmann::json& choices);
 void set_choices(const nlohmann::json& choices);
 
 /// Adds the choices of a file that write_choices made, perhaps edited, as rank 0 sees it; none if
-/// there is no file. Warns when they were measured on another CPU.
+/// there is no file; of another CPU's file, with a warning, only the pins.
 ///   Order   collective
 ///   Errors  ValueError naming the file, the same on all ranks, when it does not parse
 void read_choices(const Group& group, const std::string& path);

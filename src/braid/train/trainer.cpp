@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/texts.h"
@@ -66,8 +67,11 @@ Trainer::Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch)
       optimizer_(model_.parameters(), config),
       num_micro_batches_(config.global_batch_size / (config.micro_batch_size * mesh.dp->size())) {
   tuner::allow_live(!config.deterministic);
-  if (config.tuner_file.empty()) return;
-  tuner::read_choices(*mesh.tp, config.tuner_file);
+  read_tuner_file();
+}
+
+void Trainer::read_tuner_file() {
+  if (!config_.tuner_file.empty()) tuner::read_choices(*mesh_.world, config_.tuner_file);
   num_choices_ = tuner::choices().size();
 }
 
@@ -114,7 +118,8 @@ void Trainer::share_choices() {
     tuner::set_choices(nlohmann::json::parse(broadcast_text(*mesh_.dp, mine.dump(), 0)));
   const nlohmann::json all = tuner::choices();
   num_choices_ = all.size();
-  if (std::all_of(all.begin(), all.end(), [](const auto& plan) {
+  if (matmul_options(config_).mode == Mode::automatic && !std::exchange(told_choices_, true) &&
+      std::all_of(all.begin(), all.end(), [](const auto& plan) {
         return plan_from_text(plan.template get<std::string>()).num_chunks == 1;
       }))
     warn(
@@ -180,6 +185,7 @@ std::int64_t Trainer::load(const Checkpoint& checkpoint) {
   checkpoint.load(model_.parameters(), &optimizer_);
   if (!checkpoint.state()) return 0;
   tuner::set_choices(checkpoint.state()->tuner);
+  read_tuner_file();  // what a person wrote there goes before what the checkpoint's run measured
   return checkpoint.state()->iteration;
 }
 

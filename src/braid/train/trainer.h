@@ -63,6 +63,7 @@ class Trainer {
   /// The tuner's choices of dp rank 0 become everyone's: each tp group has measured for itself, but a
   /// checkpoint holds one set. Collective over dp.
   void share_choices();
+  void read_tuner_file();
 
   TrainConfig config_;
   Mesh mesh_;
@@ -72,6 +73,7 @@ class Trainer {
   AdamW optimizer_;
   std::int64_t num_micro_batches_;
   std::size_t num_choices_ = 0;  // of the tuner, shared so far
+  bool told_choices_ = false;    // that nothing is overlapped
 };
 
 }  // namespace braid
