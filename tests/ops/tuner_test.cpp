@@ -102,7 +102,8 @@ TEST(Tuner, FilesKeepChoicesAndNameWhatIsWrongInThem) {
   });
   test::run_ranks(2, [&](const auto& group) {
     tuner::read_choices(*group, group->rank() == 0 ? path : "rank 0 reads");
-    EXPECT_EQ(tuner::choices(), (nlohmann::json{{"a m=1", "serial"}, {"* m=1", "fused"}}));
+    EXPECT_EQ(tuner::choices(/*with_pins=*/true),
+              (nlohmann::json{{"a m=1", "serial"}, {"* m=1", "fused"}}));
   });
   for (const char* text : {"{", "{}", R"({"choices": {"a m=1": "chunked 1"}})", "[1]"}) {
     std::ofstream(path) << text;

@@ -219,7 +219,7 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   in_mode(group, {Mode::automatic})();
   OpTimes result{};
   const auto choices = tuner::choices();
-  result.auto_mode = choices.begin().value();
+  result.auto_mode = name_of(plan_from_text(choices.begin().value()));
 
   std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
                                     {"auto", in_mode(group, {Mode::automatic})},

@@ -15,10 +15,11 @@ void tune(const TrainConfig& config, const Place& place) {
   const Mesh mesh = make_mesh(store, place.rank, place.world_size,
                               static_cast<int>(config.tensor_model_parallel_size));
   Trainer trainer(config, mesh, random_batches(config, mesh.dp->rank()));
-  const auto known = tuner::choices();
+  const auto known = tuner::choices(/*with_pins=*/true);
   trainer.step(0);
   if (place.rank != 0) return;
-  const auto choices = tuner::choices();
+  tuner::write_choices(config.tuner_file);  // the trainer only warns where it can't
+  const auto choices = tuner::choices(/*with_pins=*/true);
   for (const auto& [key, plan] : choices.items())
     fmt::print("{:<72} {:<18}{}\n", key, plan.get<std::string>(),
                known.contains(key) ? "" : " new");

@@ -93,6 +93,9 @@ void check_prompts(const Request& request) {
       BRAID_CHECK(id >= 0 && id < model.vocab_size, "--prompt-tokens has ", id,
                   ", the checkpoint's vocab_size is ", model.vocab_size);
     const auto length = std::ssize(prompt);
+    constexpr std::int64_t kMost = std::int64_t{1} << 31;  // so that sums of lengths are numbers
+    BRAID_CHECK(request.options.max_new_tokens <= kMost, "--max-new-tokens is ",
+                request.options.max_new_tokens, ", expected at most ", kMost);
     BRAID_CHECK(model.max_position_embeddings == 0 ||
                     length + request.options.max_new_tokens <= model.max_position_embeddings,
                 "prompt ", i + 1, " has ", length, " tokens and --max-new-tokens is ",

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -58,34 +59,34 @@ std::string cpu_name() {
 
 bool is_pin(const std::string& key) { return key.find('*') != std::string::npos; }
 
-/// A file's choices, or what is wrong with it: {"choices": ...} or {"error": ...}.
+/// A file's choices: all of them, or the pins of one that was measured on another CPU.
+/// Errors: ValueError naming the file.
 nlohmann::json read_file(const std::string& path) {
-  nlohmann::json file{{kCpu, cpu_name()}, {kChoices, nlohmann::json::object()}};
-  std::string error;
-  std::ifstream in(path);
-  if (in) {
-    try {
-      file = nlohmann::json::parse(in);
-      check_choices(file.at(kChoices));
-      const auto cpu = file.value(kCpu, std::string());
-      if (cpu != cpu_name()) {
-        warn(fmt::format("{} was measured on another CPU ({}; this is {}): only its pins are used",
-                         path, cpu, cpu_name()));
-        auto& all = file.at(kChoices);
-        for (auto it = all.begin(); it != all.end();)
-          it = is_pin(it.key()) ? std::next(it) : all.erase(it);
-      }
-    } catch (const nlohmann::json::exception& what) {
-      error = what.what();
-    } catch (const c10::ValueError& what) {
-      error = what.what_without_backtrace();
-    }
-  } else if (errno != ENOENT) {
-    error = std::strerror(errno);
+  const auto wrong = [&](const std::string& what) {
+    BRAID_CHECK(false, path, " is not a file of the tuner's choices: ", what);
+  };
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return nlohmann::json::object();
+  if (!std::filesystem::is_regular_file(path, ignored)) wrong("it is not a regular file");
+  std::ifstream in(path, std::ios::binary);
+  if (!in) wrong(std::strerror(errno));
+  const auto file = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+  if (!file.is_object() || !file.contains(kChoices)) wrong("it is not {\"choices\": {...}}");
+  nlohmann::json choices = file[kChoices];
+  try {
+    check_choices(choices);
+  } catch (const c10::ValueError& error) {
+    wrong(error.what_without_backtrace());
   }
-  if (!error.empty())
-    return {{"error", fmt::format("{} is not a file of the tuner's choices: {}", path, error)}};
-  return {{kChoices, file[kChoices]}};
+  const auto cpu = file.find(kCpu);
+  const bool is_of_other = cpu != file.end() && *cpu != cpu_name();
+  if (is_of_other) {
+    warn(fmt::format("{} was measured on another CPU ({}; this is {}): only its pins are used",
+                     path, cpu->dump(), cpu_name()));
+    for (auto it = choices.begin(); it != choices.end();)
+      it = is_pin(it.key()) ? std::next(it) : choices.erase(it);
+  }
+  return choices;
 }
 
 std::int64_t rounded_up(std::int64_t m) {
@@ -357,10 +358,18 @@ void set_choices(const nlohmann::json& choices) {
 }
 
 void read_choices(const Group& group, const std::string& path) {
-  const nlohmann::json file = group.rank() == 0 ? read_file(path) : nlohmann::json();
-  const auto shared = nlohmann::json::parse(broadcast_text(group, file.dump(), 0));
-  const std::string error = shared.value("error", std::string());
-  BRAID_CHECK(error.empty(), error);
+  nlohmann::json mine;
+  if (group.rank() == 0) {
+    try {
+      mine = {{kChoices, read_file(path)}};
+    } catch (const c10::ValueError& error) {
+      mine = {{"error", error.what_without_backtrace()}};
+    }
+  }
+  constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
+  const auto shared =
+      nlohmann::json::parse(broadcast_text(group, mine.dump(-1, ' ', false, kReplace), 0));
+  BRAID_CHECK(!shared.contains("error"), shared.value("error", ""));
   set_choices(shared.at(kChoices));
 }
 

@@ -215,8 +215,15 @@ void complete_paths(TrainConfig& c) {
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
   if (!c.load.empty()) check_readable("--load", c.load, true);
-  if (!c.tuner_file.empty())
-    check_writable_folder("--tuner-file", fs::absolute(c.tuner_file).parent_path());
+  if (!c.tuner_file.empty()) {
+    const auto folder = fs::absolute(c.tuner_file).parent_path();
+    std::error_code error;
+    BRAID_CHECK(fs::is_directory(folder, error), "--tuner-file ", c.tuner_file, ": ",
+                folder.string(), " is not a folder");
+    BRAID_CHECK(!fs::exists(c.tuner_file, error) || fs::is_regular_file(c.tuner_file, error),
+                "--tuner-file ", c.tuner_file, ": is not a regular file");
+    check_writable_folder("--tuner-file", folder);
+  }
 }
 
 }  // namespace
