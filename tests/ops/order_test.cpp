@@ -47,8 +47,7 @@ TEST(CollectiveMatmulOrder, ALateRankCostsTheOthersItsDelayOnce) {
   for (const bool ring : {false, true}) {
     const double waited = waited_for_a_late_rank({.mode = Mode::fused, .ring = ring});
     EXPECT_GT(waited, 0.05) << ring;
-    EXPECT_LT(waited, 0.15)
-        << ring;  // a chain of ranks that wait for each other's waits has 0.2 or more
+    EXPECT_LT(waited, 0.15) << ring;
   }
 }
 

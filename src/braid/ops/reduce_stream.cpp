@@ -103,7 +103,7 @@ class PeerReduce final : public ReduceStream {
     header.dtype = static_cast<std::int64_t>(shape_.dtype);
     header.n = shape_.n;
     header.rows = std::reduce(shape_.rows.begin(), shape_.rows.end());
-    header.set_variant("split of rows (hash)",
+    header.set_variant("split and plan (hash)",
                        static_cast<std::int64_t>(c10::get_hash(shape_.rows, ring_, own_apart_)));
     const int other_places = own_apart_ ? group_.size() - 1 : ring_ ? 0 : group_.size() - 2;
     return group_.memory()->start(
