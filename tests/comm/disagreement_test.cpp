@@ -57,6 +57,11 @@ std::vector<Case> cases() {
       {"large_and_small",
        [=](const Group& g, bool other) { (void)all_reduce(g, ones(other ? 2 : 2000, 100)); },
        "disagree in rows: 2000 and 2"},
+      {"one_rank_without_room",
+       [=](const Group& g, bool other) {
+         (void)all_gather(g, other ? ones(1, 1).expand({std::int64_t{1} << 44, 1}) : ones(2, 1));
+       },
+       "can't take part: 70368744177664 bytes don't fit into a slot of"},
       {"split_of_rows",
        [=](const Group& g, bool other) {
          (void)reduce_scatter(

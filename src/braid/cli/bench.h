@@ -21,11 +21,8 @@ struct Candidate {
   std::function<void()> run;
 };
 
-/// Runs all candidates `rounds` times, after one round to warm up, from a barrier each time; in
-/// every round in another order, so that none always finds the caches that the same one left.
-///   calls  of a candidate in a row, for those that are too short to be timed alone
-///   Order  collective
-///   Gives  the time of one call of each candidate, the same on all ranks
+/// The time of one call of each candidate, the median of rounds of braid::time_interleaved after one
+/// to warm up. Order: collective.
 std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
                                      int rounds, int calls = 1);
 

@@ -2,16 +2,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <numeric>
-#include <random>
 
 #include "braid/cli/bench.h"
 #include "braid/comm/collectives.h"
+#include "braid/comm/timing.h"
 #include "braid/core/check.h"
 #include "braid/ops/collective_matmul.h"
 #include "braid/ops/tuner.h"
@@ -141,24 +139,12 @@ void print_table(const OpCase& c, int ranks, const OpTimes& t) {
 
 std::vector<double> time_interleaved(const Group& group, const std::vector<Candidate>& candidates,
                                      int rounds, int calls) {
-  const auto num = static_cast<std::int64_t>(candidates.size());
-  at::Tensor seconds = at::zeros({num, rounds}, at::kDouble);
-  std::vector<std::int64_t> order(candidates.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::mt19937 same_on_all_ranks(1);
-  for (int round = -1; round < rounds; ++round) {
-    std::shuffle(order.begin(), order.end(), same_on_all_ranks);
-    for (const std::int64_t c : order) {
-      barrier(group);
-      const auto begin = std::chrono::steady_clock::now();
-      for (int call = 0; call < calls; ++call) candidates[static_cast<std::size_t>(c)].run();
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      if (round >= 0) seconds[c][round] = elapsed.count() / calls;
-    }
-  }
+  std::vector<std::function<void()>> ways;
+  for (const Candidate& candidate : candidates) ways.push_back(candidate.run);
+  (void)braid::time_interleaved(group, ways, 1, calls);
   const at::Tensor medians =
-      std::get<0>(all_reduce(group, seconds, ReduceOp::max).median(1)).contiguous();
-  return {medians.const_data_ptr<double>(), medians.const_data_ptr<double>() + num};
+      std::get<0>(braid::time_interleaved(group, ways, rounds, calls).median(1)).contiguous();
+  return {medians.const_data_ptr<double>(), medians.const_data_ptr<double>() + medians.numel()};
 }
 
 namespace {

@@ -14,13 +14,6 @@ Pending<at::Tensor> done(at::Tensor result) {
   return Pending<at::Tensor>([result] { return result; });
 }
 
-void check_rows(const Group& group, const char* op, const char* what,
-                const std::vector<std::int64_t>& rows) {
-  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": ", what, " has ",
-              rows.size(), " entries, group ", group.name(), " has ", group.size(), " ranks");
-  for (const std::int64_t n : rows) BRAID_CHECK(n >= 0, op, ": ", what, " has an entry of ", n);
-}
-
 void check_total(const char* what, const std::vector<std::int64_t>& rows, const at::Tensor& x) {
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), x.size(0), what);
 }
@@ -34,6 +27,13 @@ Pending<at::Tensor> started_with(const Prepared& reduction, const at::Tensor& x)
 }
 
 }  // namespace
+
+void check_rows(const Group& group, const char* op, const char* what,
+                const std::vector<std::int64_t>& rows) {
+  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": ", what, " has ",
+              rows.size(), " entries, group ", group.name(), " has ", group.size(), " ranks");
+  for (const std::int64_t n : rows) BRAID_CHECK(n >= 0, op, ": ", what, " has an entry of ", n);
+}
 
 std::vector<std::int64_t> split_rows(std::int64_t rows, int size) {
   std::vector<std::int64_t> result(static_cast<std::size_t>(size), rows / size);

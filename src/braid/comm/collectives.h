@@ -34,6 +34,11 @@ std::vector<std::int64_t> split_rows(std::int64_t rows, int size);
 /// Where a rank's rows begin, given how many each rank owns.
 std::int64_t first_row(const std::vector<std::int64_t>& rows, int rank);
 
+/// Checks that `rows` (`what` it is to the caller) has an entry of at least 0 for each rank.
+/// Errors: ValueError.
+void check_rows(const Group& group, const char* op, const char* what,
+                const std::vector<std::int64_t>& rows);
+
 struct RowRange {
   std::int64_t begin = 0, length = 0;
 };

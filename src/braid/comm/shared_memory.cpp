@@ -32,8 +32,12 @@ constexpr std::uint64_t released(std::int64_t sequence) {
   return static_cast<std::uint64_t>(sequence) << 16;
 }
 
-/// What the headers of an operation differ in, in words; empty if they agree.
+/// What the headers of an operation differ in, or who refused it, in words; empty if they agree.
 std::string disagreement(const std::string& group, const std::vector<Header>& headers) {
+  for (std::size_t r = 0; r < headers.size(); ++r)
+    if (headers[r].refused[0] != 0)
+      return fmt::format("{}: rank {} of group {} can't take part: {}", headers[r].op, r, group,
+                         headers[r].refused);
   const Header& a = headers[0];
   for (std::size_t r = 1; r < headers.size(); ++r) {
     const Header& b = headers[r];
@@ -240,26 +244,38 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
 
 SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes) {
   check_usable();
-  BRAID_CHECK(bytes <= env().slot_bytes, header.op, ": ", bytes, " bytes don't fit into a slot of ",
-              env().slot_bytes, " bytes. HINT: a larger BRAID_SLOT_BYTES");
   const std::int64_t sequence = sequence_ + 1;
   wait_released(sequence - kEntries, header.op);
   const std::size_t slot = take_slot(header.op);
   const std::size_t base = slot_offset(slot);
   Slot& mine = (*slots_)[slot];
-  if (bytes > mine.allocated) {
-    const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
-    regions_[static_cast<std::size_t>(rank_)]->allocate(base + mine.allocated, base + end);
-    mine.allocated = end;
-  }
+  const std::string refused = allocate(mine, base, bytes);
   sequence_ = mine.sequence = sequence;
   mine.in_flight = true;
   Entry& entry = control(rank_).entries[sequence % kEntries];
   entry.header = header;
   entry.header.slot = base;
+  refused.copy(entry.header.refused, sizeof entry.header.refused - 1);
   Lease lease(this, sequence, slot, entry.header.op);
   entry.published.raise(lease.progress(0));
+  if (!refused.empty()) lease.agree();  // throws, as on every rank
   return lease;
+}
+
+std::string SharedMemory::allocate(Slot& slot, std::size_t base, std::size_t bytes) {
+  if (bytes > env().slot_bytes)
+    return fmt::format(
+        "{} bytes don't fit into a slot of {} bytes. HINT: a larger BRAID_SLOT_BYTES", bytes,
+        env().slot_bytes);
+  if (bytes <= slot.allocated) return {};
+  const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
+  try {
+    regions_[static_cast<std::size_t>(rank_)]->allocate(base + slot.allocated, base + end);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  slot.allocated = end;
+  return {};
 }
 
 void SharedMemory::check_waited_for(std::int64_t sequence, const char* op) const {

@@ -18,7 +18,7 @@
 // vain, writes it into its own region; everyone looks there before it reports. Sleepers also write
 // whom they wait for, so that a time-out names the end of the chain and not a neighbour.
 //
-// NOTE [disagreement]. Headers that differ are the same ValueError on every rank. Ranks that cut the
+// NOTE [disagreement]. Headers that differ, or by which a rank says that it can't take part, are the same ValueError on every rank. Ranks that cut the
 // same work differently may have started different numbers of operations by then: all tell theirs in
 // the entry of the operation that failed, from whatever they wait in, and go on from the largest. All
 // operations up to there are over: who is in one, or comes to one, meets the same error, and nobody
@@ -56,7 +56,9 @@ struct Header {
   std::int64_t variant = 0;
   std::int64_t rows = 0;   // this rank's rows
   bool rows_agree = true;  // rows must be the same on all ranks
-  std::uint64_t slot = 0;  // where the payload lies in this region; filled in by start()
+  // Filled in by start():
+  std::uint64_t slot = 0;  // where the payload lies in this region
+  char refused[160] = {};  // why this rank can't take part, or ""
 
   /// Rows differ by rank. What the caller knows of them, or nothing, must be the same on all ranks.
   void set_rows_of_ranks(const std::vector<std::int64_t>& known) {
@@ -90,8 +92,8 @@ class SharedMemory {
 
   class Lease;
   /// Starts an operation: takes its slot, allocates `bytes` of this rank's part and shows the
-  /// header. Errors: ValueError when bytes exceed a slot or kInFlight operations of this rank are
-  /// unfinished; c10::Error when the host has no memory.
+  /// header. Errors: ValueError when kInFlight operations of this rank are unfinished; when a rank's
+  /// bytes exceed a slot or its host has no memory, as a disagreement: on every rank, naming that one.
   Lease start(const Header& header, std::size_t bytes);
 
   int rank() const { return rank_; }
@@ -130,6 +132,9 @@ class SharedMemory {
   /// Errors: ValueError when this rank itself is still in operation `sequence`.
   void check_waited_for(std::int64_t sequence, const char* op) const;
   void wait_released(std::int64_t sequence, const char* op);
+  struct Slot;
+  /// Gives memory to the first `bytes` of a slot that begins at `base`; returns why not, or "".
+  std::string allocate(Slot& slot, std::size_t base, std::size_t bytes);
   /// A slot of this rank that nobody touches any more; waits for one.
   std::size_t take_slot(const char* op);
   /// Every rank's header of an operation, waiting for it.

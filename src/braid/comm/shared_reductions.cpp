@@ -10,7 +10,7 @@ namespace {
 
 // All-reduces up to here are one-shot (every rank adds everything), larger ones two-shot (each adds
 // a part and shares it).
-constexpr std::size_t kOneShotBytes = 256 << 10;
+constexpr std::size_t kOneShotBytes = 64 << 10;
 
 /// An operation whose input lies in this rank's slot.
 struct InSlot {
@@ -99,6 +99,7 @@ at::Tensor two_shot(const Group& group, InSlot& in, ReduceOp op, const at::Tenso
 }
 
 at::Tensor all_reduced(const Group& group, InSlot& in, ReduceOp op, at::Tensor out) {
+  const at::AutoDispatchBelowADInplaceOrView no_grad;
   in.wait_for_all(group);
   at::Tensor result;
   if (in.x.nbytes() > kOneShotBytes) {

@@ -3,13 +3,13 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/sums.h"
 #include "braid/core/check.h"
+#include "braid/ops/operands.h"
 #include "braid/ops/tile_matmul.h"
 
 namespace braid {
@@ -42,29 +42,6 @@ at::Tensor rows_of(const at::Tensor& x) {
   const bool row_major = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);
   const bool column_major = rows.stride(0) == 1 && rows.stride(1) >= rows.size(0);
   return row_major || column_major ? rows : rows.contiguous();
-}
-
-/// Gives `rows` the leading dims of sizes, dim 0 as large as the rows make it.
-at::Tensor shaped_like(const at::Tensor& rows, std::vector<std::int64_t> sizes) {
-  if (sizes.size() == 2) return rows;
-  sizes.back() = rows.size(1);
-  if (sizes.size() > 2) {
-    std::int64_t inner = 1;
-    for (std::size_t i = 1; i + 1 < sizes.size(); ++i) inner *= sizes[i];
-    sizes[0] = inner == 0 ? sizes[0] : rows.size(0) / inner;
-  }
-  return at::_unsafe_view(rows, sizes);  // the caller may write to y in place: not a view
-}
-
-/// x W^T + b without communication; half types through f32, as in the collective matmuls.
-at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const at::Tensor w = weight.detach();
-  at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
-  const bool prefill = bias.defined() && !at::isReducedFloatingType(y.scalar_type());
-  if (prefill) y.copy_(bias.detach().expand_as(y));
-  TileMatmul(w, is_native(x.scalar_type(), x.size(0))).multiply(x, y, prefill);
-  if (bias.defined() && !prefill) y.add_(bias.detach());
-  return y;
 }
 
 void check_operands(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
@@ -148,7 +125,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     const bool needs_dw = grad_mode && weight.requires_grad();
     at::Tensor rows = rows_of(x), y;
     if (num_ranks(options) == 1 || !options.sequence_parallel) {
-      y = plain_linear(rows, weight, bias);
+      y = multiply_whole(rows, weight, bias);
     } else {
       const auto& counts = saved->rows =
           options.rows.empty() ? all_gather_rows(*options.group, rows.size(0)) : options.rows;
@@ -160,7 +137,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
       }
     }
     save(ctx, needs_dw ? rows : at::Tensor(), weight, saved);
-    return shaped_like(y, saved->x_sizes);
+    return with_leading_dims(y, saved->x_sizes);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -183,7 +160,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
                                           options.matmul, saved->rows);
     Pending<at::Tensor> dx_pending;
     at::Tensor dx;
-    if (needs_dx && !sharded) dx = plain_linear(dy, weight.t(), {});
+    if (needs_dx && !sharded) dx = multiply_whole(dy, weight.detach().t(), {});
     if (needs_dx && sharded) {
       dx_pending =
           options.sequence_parallel
@@ -221,7 +198,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
     const at::Tensor rows = rows_of(x);
     at::Tensor y;
     if (num_ranks(options) == 1) {
-      y = plain_linear(rows, weight, bias);
+      y = multiply_whole(rows, weight, bias);
     } else if (options.sequence_parallel) {
       saved->rows =
           options.rows.empty() ? split_rows(rows.size(0), num_ranks(options)) : options.rows;
@@ -230,7 +207,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
       y = matmul_all_reduce(*options.group, rows, weight, bias, options.matmul);
     }
     save(ctx, grad_mode && weight.requires_grad() ? rows : at::Tensor(), weight, saved);
-    return shaped_like(y, saved->x_sizes);
+    return with_leading_dims(y, saved->x_sizes);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -258,7 +235,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
       dx = all_gather_matmul_backward(*options.group, dy, weight, x_or_shape, needs_dx, gradient.dw,
                                       gradient.accumulate, db, options.matmul, saved->rows);
     } else {
-      if (needs_dx) dx = plain_linear(dy, weight.t(), {});
+      if (needs_dx) dx = multiply_whole(dy, weight.detach().t(), {});
       if (gradient.dw.defined()) weight_gradient(dy, x, gradient.dw, gradient.accumulate);
       if (needs_db) db = bias_gradient(dy);
     }

@@ -23,8 +23,8 @@ void check_weight_grad(const char* op, const at::Tensor& dy, const at::Tensor& x
 }
 
 /// Rows of all shards, where known, against those of the whole operand.
-void check_rows(const char* op, const std::vector<std::int64_t>& rows, const char* what,
-                std::int64_t whole) {
+void check_total(const char* op, const std::vector<std::int64_t>& rows, const char* what,
+                 std::int64_t whole) {
   BRAID_CHECK(rows.empty() || total(rows) == whole, op, ": the ranks' shards have ", total(rows),
               " rows, ", what, " has ", whole);
 }
@@ -59,7 +59,7 @@ Pending<void> start_all_gather_wgrad(const Group& group, const at::Tensor& dy,
                    at::empty(dw.sizes(), sum_dtype(dw.scalar_type())), false);
     };
     learn_rows(group, x, options, rows);
-    check_rows(kOp, rows, "dy", dy_rows.size(0));
+    check_total(kOp, rows, "dy", dy_rows.size(0));
     const Plan plan =
         choose_gather(group, kOp, x, dy_rows.size(1), /*has_native=*/false, options, rows, trial);
     stream = make_gather_stream(group, kOp, x, plan, rows);
@@ -96,7 +96,7 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
   rows = given_rows(group, kOp, dy_shard, std::move(rows));
   const std::int64_t m = x_rows.size(0);
   learn_rows(group, dy, options, rows);
-  check_rows(kOp, rows, "x", m);
+  check_total(kOp, rows, "x", m);
   at::Tensor dx = need_dx ? at::empty({m, w.size(1)}, dy.options()) : at::Tensor();
 
   const auto run_into = [&](const Plan& plan, at::Tensor dw_sum, bool add, at::Tensor db_sum) {
@@ -124,11 +124,14 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
   };
   const at::Tensor db_sum =
       db.defined() ? at::empty(db.sizes(), sum_dtype(db.scalar_type())) : at::Tensor();
+  const char* const key = need_dx && dw.defined() ? kOp
+                          : need_dx               ? "all_gather_matmul_backward_dx"
+                                                  : "all_gather_matmul_backward_dw";
   const auto run = [&](at::Tensor dw_sum, bool add) {
     Plan plan;
     plan.native = is_native(dy.scalar_type(), m);
     if (group.size() > 1)
-      plan = choose_gather(group, kOp, dy, w.size(1), has_native_form(dy), options, rows,
+      plan = choose_gather(group, key, dy, w.size(1), has_native_form(dy), options, rows,
                            [&](const Plan& candidate) {
                              run_into(candidate, dw_sum.defined() ? at::empty_like(dw_sum) : dw_sum,
                                       false, db_sum);

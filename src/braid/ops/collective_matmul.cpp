@@ -11,23 +11,6 @@
 namespace braid {
 namespace {
 
-/// One product with a prefilled bias: y = x @ weight^T + bias.
-void multiply_rows(const TileMatmul& matmul, const at::Tensor& x, const at::Tensor& bias,
-                   at::Tensor out) {
-  const bool prefill = bias.defined() && out.scalar_type() == sum_dtype(out.scalar_type());
-  if (prefill) out.copy_(bias.expand_as(out));
-  matmul.multiply(x, out, prefill);
-  if (bias.defined() && !prefill) out.add_(bias);
-}
-
-/// The product without communication.
-at::Tensor multiply_whole(const at::Tensor& x, const TileMatmul& matmul, std::int64_t n,
-                          const at::Tensor& bias) {
-  at::Tensor y = at::empty({x.size(0), n}, x.options());
-  multiply_rows(matmul, x, bias, y);
-  return y;
-}
-
 GatheredMatmul run_all_gather_matmul(const Group& group, const char* op, const at::Tensor& x,
                                      const at::Tensor& weight, const at::Tensor& bias,
                                      const Plan& plan, std::vector<std::int64_t> rows, bool keep) {
@@ -45,7 +28,7 @@ GatheredMatmul run_all_gather_matmul(const Group& group, const char* op, const a
       const trace::Span span(trace::Kind::copy, "keep");
       data = result.x_full.narrow(0, tile->begin, n).copy_(data);
     }
-    multiply_rows(matmul, data, bias, result.y.narrow(0, tile->begin, n));
+    matmul.multiply(data, result.y.narrow(0, tile->begin, n), false, bias);
   }
   return result;
 }
@@ -61,8 +44,7 @@ GatheredMatmul all_gather_matmul(const Group& group, const char* op, const at::T
   rows = given_rows(group, op, x_shard, std::move(rows));
   GatheredMatmul result;
   if (group.size() == 1) {
-    const TileMatmul matmul(w, is_native(x.scalar_type(), x.size(0)));
-    result = {multiply_whole(x, matmul, w.size(0), b), keep ? x.clone() : at::Tensor()};
+    result = {multiply_whole(x, w, b), keep ? x.clone() : at::Tensor()};
   } else {
     const auto run = [&](const Plan& plan) {
       result = run_all_gather_matmul(group, op, x, w, b, plan, rows, keep);
@@ -143,9 +125,7 @@ class ReducedMatmul {
 
   Pending<at::Tensor> start() const {
     if (group_.size() > 1) return start(plan());
-    const TileMatmul matmul(weight_, is_native(shape_.dtype, x_.size(0)));
-    const at::Tensor y =
-        with_leading_dims(multiply_whole(x_, matmul, shape_.n, shape_.bias), sizes_);
+    const at::Tensor y = with_leading_dims(multiply_whole(x_, weight_, shape_.bias), sizes_);
     return Pending<at::Tensor>([y] { return y; });
   }
 
@@ -160,7 +140,7 @@ class ReducedMatmul {
         if (!tile) return;
         const bool is_all = tile->rows == x.size(0);
         matmul.multiply(is_all ? x : x.narrow(0, tile->begin, tile->rows), tile->out,
-                        tile->accumulate);
+                        tile->accumulate, tile->bias);
       }
     }
     std::unique_ptr<ReduceStream> stream;

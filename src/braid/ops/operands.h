@@ -95,8 +95,7 @@ inline std::vector<std::int64_t> given_rows(const Group& group, const char* op,
                                             const at::Tensor& x_shard,
                                             std::vector<std::int64_t> rows) {
   if (rows.empty()) return rows;
-  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": rows has ", rows.size(),
-              " entries, group ", group.name(), " has ", group.size(), " ranks");
+  check_rows(group, op, "rows", rows);
   BRAID_CHECK(rows[static_cast<std::size_t>(group.rank())] == x_shard.size(0), op,
               ": rows of rank ", group.rank(), " are given as ",
               rows[static_cast<std::size_t>(group.rank())], ", its shard has ", x_shard.size(0));
@@ -107,9 +106,7 @@ inline std::vector<std::int64_t> given_rows(const Group& group, const char* op,
 inline void check_split(const Group& group, const char* op, const at::Tensor& x,
                         const std::vector<std::int64_t>& rows) {
   if (rows.empty()) return;
-  BRAID_CHECK(rows.size() == static_cast<std::size_t>(group.size()), op, ": rows has ", rows.size(),
-              " entries, group ", group.name(), " has ", group.size(), " ranks");
-  for (const std::int64_t n : rows) BRAID_CHECK(n >= 0, op, ": rows has an entry of ", n);
+  check_rows(group, op, "rows", rows);
   BRAID_CHECK(total(rows) == x.size(0), op, ": rows of the ranks add up to ", total(rows),
               ", x has ", x.size(0));
 }
@@ -119,9 +116,11 @@ inline at::Tensor with_leading_dims(const at::Tensor& y, at::IntArrayRef sizes) 
   if (sizes.size() == 2) return y;
   auto shape = sizes.vec();
   shape.back() = y.size(1);
-  const std::int64_t inner = c10::multiply_integers(sizes.slice(1, sizes.size() - 2));
-  shape[0] = inner == 0 ? sizes[0] : y.size(0) / inner;
-  return y.view(shape);
+  if (sizes.size() > 2) {
+    const std::int64_t inner = c10::multiply_integers(sizes.slice(1, sizes.size() - 2));
+    shape[0] = inner == 0 ? sizes[0] : y.size(0) / inner;
+  }
+  return at::_unsafe_view(y, shape);  // the caller may write to it in place: not a view to autograd
 }
 
 }  // namespace braid

@@ -225,7 +225,6 @@ class ChunkReduce final : public ReduceStream {
   at::Tensor finish() override {
     start();
     while (!in_flight_.empty()) finish_oldest();
-    if (shape_.bias.defined() && !bias_is_in_sum()) result_.add_(shape_.bias);
     return result_;
   }
 
@@ -237,8 +236,6 @@ class ChunkReduce final : public ReduceStream {
 
   std::int64_t own_rows() const { return shape_.rows[static_cast<std::size_t>(group_.rank())]; }
   std::int64_t total_rows() const { return std::reduce(shape_.rows.begin(), shape_.rows.end()); }
-  /// Rank 0's product is added to it: free, but a half sum would be rounded twice.
-  bool bias_is_in_sum() const { return shape_.dtype == sum_dtype(shape_.dtype); }
   std::vector<std::int64_t> rows_of(std::size_t chunk) const {
     std::vector<std::int64_t> result;
     for (const auto& parts : parts_) result.push_back(parts[chunk]);
@@ -260,10 +257,9 @@ class ChunkReduce final : public ReduceStream {
           result_.defined() ? result_.narrow(0, started_.begin, started_.rows) : at::Tensor());
     else
       reduction_ = prepare_reduce_scatter(group_, sizes, shape_.dtype, rows);
-    const bool add = shape_.bias.defined() && bias_is_in_sum() && group_.rank() == 0;
-    if (add) reduction_.x.copy_(shape_.bias.expand_as(reduction_.x));
+    const at::Tensor bias = group_.rank() == 0 ? shape_.bias : at::Tensor();
     if (parts_[0].size() == 1) {
-      tiles_.push_back({0, total, reduction_.x, add});
+      tiles_.push_back({0, total, reduction_.x, false, bias});
       return;
     }
     std::int64_t from = 0;
@@ -272,7 +268,7 @@ class ChunkReduce final : public ReduceStream {
           shape_.all_reduce ? 0 : first_row(shape_.rows, static_cast<int>(r));
       if (rows[r] > 0)
         tiles_.push_back({before + first_row(parts_[r], static_cast<int>(chunk)), rows[r],
-                          reduction_.x.narrow(0, from, rows[r]), add});
+                          reduction_.x.narrow(0, from, rows[r]), false, bias});
       from += rows[r];
     }
   }

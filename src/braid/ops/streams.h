@@ -58,8 +58,9 @@ std::unique_ptr<GatherStream> make_gather_stream(const Group& group, const char*
 /// Rows [begin, begin + rows) of x belong into out [rows, n].
 struct PartialTile {
   std::int64_t begin, rows;
-  at::Tensor out;   // in the result's dtype, or that of its sums
-  bool accumulate;  // add to what out holds (in the dtype of sums); else overwrite
+  at::Tensor out;        // in the result's dtype, or that of its sums
+  bool accumulate;       // add to what out holds (in the dtype of sums); else overwrite
+  at::Tensor bias = {};  // [n], to be added, or undefined
 };
 
 class ReduceStream {

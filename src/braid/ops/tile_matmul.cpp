@@ -56,8 +56,28 @@ TileMatmul::TileMatmul(const AnyWeight& weight, bool native) {
   weight_t_ = w.to(native ? w.scalar_type() : sum_dtype(w.scalar_type())).t();
 }
 
-void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const {
+void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate,
+                          const at::Tensor& bias) const {
   const trace::Span span(trace::Kind::compute, "matmul");
+  const at::ScalarType dtype = out.scalar_type();
+  if (!bias.defined()) {
+    multiply_plain(x, out, accumulate);
+  } else if (dtype == sum_dtype(dtype)) {
+    out.copy_(bias.expand_as(out));
+    multiply_plain(x, out, true);
+  } else if (!int8_ && weight_t_.scalar_type() == dtype) {
+    at::addmm_out(out, bias, x, weight_t_);
+  } else {
+    for_each_half_tile(x.size(0), [&](std::int64_t begin, std::int64_t rows) {
+      at::Tensor out_tile = out.narrow(0, begin, rows);
+      const at::Tensor sum = bias.to(sum_dtype(dtype)).expand_as(out_tile).contiguous();
+      multiply_plain(x.narrow(0, begin, rows), sum, true);
+      out_tile.copy_(sum);
+    });
+  }
+}
+
+void TileMatmul::multiply_plain(const at::Tensor& x, at::Tensor out, bool accumulate) const {
   if (int8_) return int8_->multiply(x, out, accumulate);
   const at::ScalarType dtype = weight_t_.scalar_type();
   if (x.scalar_type() == dtype && out.scalar_type() == dtype)
@@ -67,6 +87,14 @@ void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate) 
     at::Tensor out_tile = out.narrow(0, begin, rows);
     multiply_into(out_tile, tile, weight_t_, accumulate);
   });
+}
+
+at::Tensor multiply_whole(const at::Tensor& x, const AnyWeight& weight, const at::Tensor& bias) {
+  const auto* int8 = std::get_if<Int8Weight>(&weight);
+  at::Tensor y = at::empty(
+      {x.size(0), int8 != nullptr ? int8->n() : std::get<at::Tensor>(weight).size(0)}, x.options());
+  TileMatmul(weight, is_native(x.scalar_type(), x.size(0))).multiply(x, y, false, bias);
+  return y;
 }
 
 void add_weight_grad(const at::Tensor& dy, const at::Tensor& x, at::Tensor dw, bool accumulate) {

@@ -31,18 +31,25 @@ using AnyWeight = std::variant<at::Tensor, Int8Weight>;
 class TileMatmul {
  public:
   /// weight [n, k], any strides.
-
   TileMatmul(const AnyWeight& weight, bool native);
 
-  /// out (+)= x @ weight^T.
+  /// out (+)= x @ weight^T + bias.
   ///   Shapes      x [rows, k], any strides   out [rows, n] in x's dtype, or f32 for half x
-  ///   accumulate  adds to out, which is then f32 or f64
-  void multiply(const at::Tensor& x, at::Tensor out, bool accumulate) const;
+  ///               bias [n] in x's dtype, added before the result is rounded; may be undefined
+  ///   accumulate  adds to out, which is then f32 or f64; without a bias
+  void multiply(const at::Tensor& x, at::Tensor out, bool accumulate,
+                const at::Tensor& bias = {}) const;
 
  private:
+  void multiply_plain(const at::Tensor& x, at::Tensor out, bool accumulate) const;
+
   at::Tensor weight_t_;  // [k, n], in the dtype that is multiplied; undefined if int8_
   std::optional<Int8Weight> int8_;
 };
+
+/// x @ weight^T + bias without communication, natively where is_native() says so.
+///   Shapes  x [rows, k]   bias [n] or undefined   returns [rows, n] in x's dtype
+at::Tensor multiply_whole(const at::Tensor& x, const AnyWeight& weight, const at::Tensor& bias);
 
 /// dw (+)= dy^T @ x for some rows.
 ///   Shapes  dy [rows, n]   x [rows, k]   dw [n, k] in f32 (f64 for f64): the sum over rows is

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -16,11 +15,13 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <string_view>
+#include <tuple>
 #include <vector>
 
-#include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
 #include "braid/comm/texts.h"
+#include "braid/comm/timing.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
 #include "braid/ops/tile_matmul.h"
@@ -38,10 +39,13 @@ constexpr std::int64_t kFewRows = 128;
 
 thread_local std::map<std::string, Plan> table;
 thread_local std::map<std::string, Plan> pins;  // keys with *
-// What the ranks of a group (its id) run with: what rank 0 knew, or they measured together.
-thread_local std::map<std::pair<std::uint64_t, std::string>, Plan> agreed;
+// A group's id, and a key with its m rounded up: looked up at every call, so without texts.
+using InGroup = std::tuple<std::uint64_t, std::string_view, std::int64_t, std::int64_t,
+                           std::int64_t, at::ScalarType>;
+// What the ranks of a group run with: what rank 0 knew, or they measured together.
+thread_local std::map<InGroup, Plan> agreed;
 // Rules of thumb for keys that are not measured while another operation is in flight.
-thread_local std::map<std::pair<std::uint64_t, std::string>, Plan> in_flight_rules;
+thread_local std::map<InGroup, Plan> in_flight_rules;
 thread_local bool live = true;
 
 // File of choices.
@@ -125,25 +129,32 @@ const Plan* known(const std::string& key) {
   return found == table.end() ? nullptr : &found->second;
 }
 
-/// Seconds of each candidate, of the slowest rank: rounds of `calls` calls, interleaved.
+/// What rank 0 knows for a key, as text, or "": ranks may know different choices, from other groups
+/// or files. Errors: ValueError, the same on all ranks, when they differ in more than their shares.
+std::string first_choice(const Group& group, const Key& key) {
+  Key common = key;
+  (key.reduces ? common.k : common.n) = 0;
+  const Plan* known_here = known(text_of(group, key));
+  const std::string mine = fmt::format("{}\n{}", text_of(group, common),
+                                       known_here == nullptr ? "" : to_text(*known_here));
+  const auto all = gather_texts(group, mine);
+  const auto key_of = [](const std::string& text) { return text.substr(0, text.find('\n')); };
+  for (std::size_t rank = 1; rank < all.size(); ++rank)
+    BRAID_CHECK(key_of(all[rank]) == key_of(all[0]), key.op, ": ranks 0 and ", rank, " of group ",
+                group.name(), " disagree in what they multiply: ", key_of(all[0]), " and ",
+                key_of(all[rank]), " (0: each rank's own)");
+  return all[0].substr(all[0].find('\n') + 1);
+}
+
+/// Seconds of each candidate, of the slowest rank, by round.
 std::vector<std::vector<double>> time(const Group& group, const std::vector<Plan>& plans,
                                       int rounds, int calls,
                                       const std::function<void(const Plan&)>& trial) {
-  const auto num = static_cast<std::int64_t>(plans.size());
-  at::Tensor seconds = at::empty({num, rounds}, at::kDouble);
-  for (int round = 0; round < rounds; ++round) {
-    for (std::int64_t i = 0; i < num; ++i) {
-      const std::int64_t p = (i + round) % num;
-      barrier(group);
-      const auto begin = std::chrono::steady_clock::now();
-      for (int call = 0; call < calls; ++call) trial(plans[static_cast<std::size_t>(p)]);
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-      seconds[p][round] = elapsed.count() / calls;
-    }
-  }
-  seconds = all_reduce(group, seconds, ReduceOp::max);
+  std::vector<std::function<void()>> ways;
+  for (const Plan& plan : plans) ways.emplace_back([&] { trial(plan); });
+  const at::Tensor seconds = time_interleaved(group, ways, rounds, calls);
   std::vector<std::vector<double>> result;
-  for (std::int64_t p = 0; p < num; ++p) {
+  for (std::int64_t p = 0; p < seconds.size(0); ++p) {
     const auto* row = seconds.const_data_ptr<double>() + p * rounds;
     result.emplace_back(row, row + rounds);
   }
@@ -277,16 +288,14 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
             const std::function<void(const Plan&)>& trial) {
   if (options.mode != Mode::automatic) return as_asked(group, key, options);
   if (key.m == 0) return {};
-  const std::string text = text_of(group, key);
-  const std::pair in_group(group.id(), text);
+  const InGroup in_group(group.id(), key.op, rounded_up(key.m), key.n, key.k, key.dtype);
   if (const auto found = agreed.find(in_group); found != agreed.end()) return found->second;
   // Trials would come round to the entries of operations in flight (kEntries).
   const bool in_flight = group.memory() != nullptr && group.memory()->num_in_flight() > 0;
   const auto rule = in_flight_rules.find(in_group);
   if (in_flight && rule != in_flight_rules.end()) return rule->second;
-  // Ranks may know different choices, from other groups or files: rank 0's counts.
-  const Plan* mine = known(text);
-  const std::string first = broadcast_text(group, mine == nullptr ? "" : to_text(*mine), 0);
+  const std::string text = text_of(group, key);
+  const std::string first = first_choice(group, key);
   Plan plan;
   if (!first.empty()) {
     plan = plan_from_text(first);
