@@ -20,7 +20,6 @@ constexpr const char* kState = "trainer_state.json";
 constexpr const char* kLatestLink = "latest";
 constexpr const char* kLatestIteration = "latest_checkpointed_iteration.txt";
 constexpr const char* kPartial = ".partial";
-constexpr const char* kPartialLink = ".partial_link";
 
 // Before the names of the weights, in kOptimizer.
 constexpr const char* kFirstMomentPrefix = "exp_avg.";
