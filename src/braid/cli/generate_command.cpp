@@ -14,6 +14,7 @@
 #include "braid/core/log.h"
 #include "braid/generate/request.h"
 #include "braid/ops/tuner.h"
+#include "braid/ops/tuner_file.h"
 #include "braid/train/trainer.h"
 
 namespace braid::cli {
@@ -106,7 +107,10 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
   };
   const auto all = generate(model, options.group, prompts, request.options, on_token);
   if (place.rank != 0) return;
-  if (!flags.tuner_file.empty()) tuner::write_choices(flags.tuner_file);
+  if (!flags.tuner_file.empty()) {
+    tuner::write_choices(flags.tuner_file, tuner::measured());
+    tuner::warn_of_unused_pins(flags.tuner_file);
+  }
   if (streams) write("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
     if (!flags.json) {

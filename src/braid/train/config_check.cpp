@@ -24,7 +24,8 @@ void check_numbers(const TrainConfig& config, bool needs_data) {
           [&](auto field) { return config.*field != std::decay_t<decltype(config.*field)>{}; },
           flag.field);
       const bool needed =
-          flag.required && (needs_data || (flag.name != "data-path" && flag.name != "train-iters"));
+          flag.required && (needs_data || (flag.name != "data-path" && flag.name != "train-iters" &&
+                                           flag.name != "lr"));
       if (!set && needed) missing += (missing.empty() ? "--" : ", --") + flag.name;
       if (!set && (flag.required || !flag.unset.empty())) continue;
       const auto check = [&](auto value) {
