@@ -1,12 +1,11 @@
 // braid bench: measures operations and training steps.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <map>
 #include <memory>
 
 #include "braid/cli/bench.h"
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/core/check.h"
 
 namespace braid::cli {
@@ -113,7 +112,7 @@ void add_bench_step(CLI::App& bench, Body& body) {
       add_flags(flags, config);
       flags.add_flag("--json", json, "one JSON line");
       if (const auto text = parse(flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       const Place place = place_from_environment();

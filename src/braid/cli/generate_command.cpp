@@ -2,14 +2,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/comm/group.h"
 #include "braid/core/log.h"
 #include "braid/generate/request.h"
@@ -72,15 +70,6 @@ std::string written(const Request& request, const Tokens& tokens) {
                           : fmt::format("{}", fmt::join(tokens, ","));
 }
 
-/// Writes to standard output at once. Gives false when nobody reads it any more.
-bool write(const std::string& text) {
-  errno = 0;
-  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0)
-    return true;
-  TORCH_CHECK(errno == EPIPE, "can't write to standard output: ", std::strerror(errno));
-  return false;
-}
-
 void run_generation(const Request& request, const Flags& flags, const Place& place) {
   const auto store = connect_store(place, env().timeout);
   share_cores(place, *store);
@@ -97,13 +86,13 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
 
   const auto& prompts = request.prompts;
   const bool streams = prompts.size() == 1 && !flags.json;
-  if (streams && place.rank == 0) write(written(request, prompts[0]));
+  if (streams && place.rank == 0) write_output(written(request, prompts[0]));
   const auto begin = std::chrono::steady_clock::now();
   std::vector<double> first_s(prompts.size()), last_s(prompts.size());
   const auto on_token = [&](std::size_t prompt, std::int64_t token) {
     last_s[prompt] = seconds_since(begin);
     if (first_s[prompt] == 0) first_s[prompt] = last_s[prompt];
-    return !streams || write((request.is_bytes ? "" : ",") + written(request, {token}));
+    return !streams || write_output((request.is_bytes ? "" : ",") + written(request, {token}));
   };
   const auto all = generate(model, options.group, prompts, request.options, on_token);
   if (place.rank != 0) return;
@@ -111,12 +100,12 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
     tuner::write_choices(flags.tuner_file, tuner::measured());
     tuner::warn_of_unused_pins(flags.tuner_file);
   }
-  if (streams) write("\n");
+  if (streams) write_output("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
     if (!flags.json) {
       Tokens whole = prompts[i];
       whole.insert(whole.end(), all[i].begin(), all[i].end());
-      write(written(request, whole) + "\n");
+      write_output(written(request, whole) + "\n");
       continue;
     }
     nlohmann::json line{
@@ -127,7 +116,7 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
       line["prompt"] = written(request, prompts[i]);
       line["text"] = written(request, all[i]);
     }
-    write(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    write_output(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
 }
 
@@ -143,7 +132,7 @@ void add_generate(CLI::App& app, Body& body) {
       CLI::App app_of_flags{"Continues prompts with a checkpoint's model.", "braid generate"};
       add_generate_flags(app_of_flags, flags);
       if (const auto text = parse(app_of_flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       const Place place = place_from_environment();
@@ -155,7 +144,7 @@ void add_generate(CLI::App& app, Body& body) {
       if (sampling.top_p < 1 && sampling.temperature == 0 && !place.launched_by_itself)
         warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
       if (const auto code = run_on_ranks(flags.nproc)) return *code;
-      std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
+      std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write_output()
       run_generation(request, flags, place);
       return 0;
     };

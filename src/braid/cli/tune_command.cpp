@@ -1,8 +1,7 @@
 // braid tune: measures how each operation of a model runs best, ahead of its training.
-#include <fmt/format.h>
-
 #include "braid/cli/bench.h"
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/core/check.h"
 #include "braid/ops/tuner.h"
 #include "braid/ops/tuner_file.h"
@@ -25,8 +24,7 @@ void tune(const TrainConfig& config, const Place& place) {
   tuner::write_choices(config.tuner_file, fresh);
   const auto choices = tuner::choices(/*with_pins=*/true);
   for (const auto& [key, plan] : choices.items())
-    fmt::print("{:<72} {:<18}{}\n", key, plan.get<std::string>(),
-               fresh.contains(key) ? " new" : "");
+    print("{:<72} {:<18}{}\n", key, plan.get<std::string>(), fresh.contains(key) ? " new" : "");
   tuner::warn_of_unused_pins(config.tuner_file);
 }
 
@@ -48,7 +46,7 @@ void add_tune(CLI::App& app, Body& body) {
                      "braid tune"};
       add_flags(flags, config);
       if (const auto text = parse(flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       BRAID_CHECK(!config.tuner_file.empty(), "--tuner-file is required: where the choices go");
