@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/commands.h"
+#include "braid/cli/numbers.h"
 #include "braid/cli/output.h"
 #include "braid/comm/group.h"
 #include "braid/core/log.h"
@@ -38,21 +39,28 @@ void add_generate_flags(CLI::App& app, Flags& flags) {
   app.add_option("--prompt-file", request.prompt_file, "file with a text in each line");
   texts("--prompt-tokens", request.prompt_tokens,
         "token ids to continue, as 1,2,3; several make a batch");
-  app.add_option("--max-new-tokens", request.options.max_new_tokens)->capture_default_str();
-  app.add_option("--temperature", request.options.sampling.temperature,
-                 "divides the logits before a token is drawn; 0: always the most probable one")
-      ->capture_default_str();
-  app.add_option("--top-p", request.options.sampling.top_p,
-                 "draw among the most probable tokens that have this probability together")
-      ->capture_default_str();
-  app.add_option("--seed", request.options.sampling.seed)->capture_default_str();
-  app.add_option("--eos-token-id", request.eos_token_id,
-                 "token that ends a text; -1: none (config.json's)")
+  add_number(app, "max-new-tokens", request.max_new_tokens, kCount, "tokens to add to each text");
+  add_number(app, "temperature", request.temperature, {0},
+             "divides the logits before a token is drawn; 0: always the most probable one "
+             "(generation_config.json's, else 0)");
+  add_number(app, "top-p", request.top_p, {.least = 0, .open = true},
+             "draw among the most probable tokens that have this probability together "
+             "(generation_config.json's, else 1)");
+  add_number(app, "seed", request.seed, {0}, "of what is drawn");
+  app.add_option_function<std::vector<std::string>>(
+         "--eos-token-id",
+         [&request](const std::vector<std::string>& values) {
+           for (const auto& text : values)
+             request.eos_token_id.push_back(
+                 number_of<std::int64_t>("eos-token-id", text, {-1, kCount.below}));
+         },
+         "token that ends a text; -1: none (generation_config.json's, else config.json's)")
       ->allow_extra_args(false)
-      ->take_all();
-  app.add_option("--nproc", nproc, "ranks to start on this host (1)");
-  app.add_option("--tensor-model-parallel-size", request.tensor_model_parallel_size,
-                 "ranks that share each layer: all of them");
+      ->take_all()
+      ->type_name("N");
+  add_number(app, "nproc", nproc, kCount, "ranks to start on this host (1)");
+  add_number(app, "tensor-model-parallel-size", request.tensor_model_parallel_size, kCount,
+             "ranks that share each layer: all of them");
   app.add_flag("--bf16", bf16, "compute in bf16 instead of f32");
   app.add_flag("--int8", int8, "matmul weights in int8, a scale for each output feature");
   app.add_option("--tuner-file", tuner_file,
@@ -140,9 +148,8 @@ void add_generate(CLI::App& app, Body& body) {
       const int ranks =
           place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
       const Request request = check_request(flags.request, ranks);
-      const auto& sampling = request.options.sampling;
-      if (sampling.top_p < 1 && sampling.temperature == 0 && !place.launched_by_itself)
-        warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
+      if (!place.launched_by_itself)
+        for (const auto& text : request.warnings) warn(text);
       if (const auto code = run_on_ranks(flags.nproc)) return *code;
       std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write_output()
       run_generation(request, flags, place);

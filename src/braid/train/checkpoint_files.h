@@ -15,6 +15,7 @@ constexpr int kFormatVersion = 1;
 constexpr const char* kModel = "model.safetensors";
 constexpr const char* kModelIndex = "model.safetensors.index.json";
 constexpr const char* kConfig = "config.json";
+constexpr const char* kGenerationConfig = "generation_config.json";
 constexpr const char* kOptimizer = "optimizer.safetensors";
 constexpr const char* kState = "trainer_state.json";
 constexpr const char* kLatestLink = "latest";

@@ -151,6 +151,11 @@ void from_json(const nlohmann::json& json, TrainConfig& config);
 /// the defaults. `config` must outlive `app`.
 void add_flags(CLI::App& app, TrainConfig& config);
 
+/// The number that `text` after the flag `name` (with dashes) stands for. T: std::int64_t, std::uint64_t or double.
+///   Errors  ValueError naming the flag, the text and what was expected
+template <class T>
+T number_of(const std::string& name, const std::string& text, const Range& range);
+
 /// Parses the arguments (without the program's name). Returns a text where that is all the caller
 /// should print: the help, or docs/flags.md for --help-markdown.
 ///   Errors  ValueError, one line naming the flag: unknown (with the closest flag there is),

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "braid/core/check.h"
+#include "braid/core/memory.h"
 #include "braid/train/config.h"
 
 namespace braid {
@@ -124,7 +125,7 @@ void check_memory(const TrainConfig& c) {
   // Weight, gradient and two moments, and activations of one layer.
   const double bytes = 16 * num_matmul_weights(c) / d(c.tensor_model_parallel_size) +
                        4 * d(c.micro_batch_size) * d(c.seq_length) * d(c.hidden_size);
-  const double memory = d(::sysconf(_SC_PHYS_PAGES)) * d(::sysconf(_SC_PAGESIZE));
+  const double memory = host_memory_bytes();
   BRAID_CHECK(bytes <= memory, "--num-layers ", c.num_layers, ", --hidden-size ", c.hidden_size,
               ", --micro-batch-size ", c.micro_batch_size, ": a rank needs at least ",
               fmt::format("{:.1f} GB, this host has {:.1f}", 1e-9 * bytes, 1e-9 * memory));
