@@ -195,6 +195,7 @@ TEST_F(Generation, SaysWhatIsWrongInOneLine) {
   expect_refused({"--prompt", "a", "--nproc", "2", "--tensor-model-parallel-size", "1"},
                  "--tensor-model-parallel-size is 1, but the number of ranks is 2");
   expect_refused({"--prompt", "a", "--load", "runs/train"}, "HINT: there is runs/train/checkpoint");
+  expect_refused({"--prompt", "a", "--tuner-file", "none/t.json"}, "--tuner-file none/t.json: ");
   expect_refused({"--prompt-tokens", "1,256"}, "--prompt-tokens has 256");
 }
 

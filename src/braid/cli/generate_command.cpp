@@ -147,6 +147,7 @@ void add_generate(CLI::App& app, Body& body) {
       speaks = place.rank == 0;
       const int ranks =
           place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
+      if (!flags.tuner_file.empty()) check_tuner_file(flags.tuner_file);
       const Request request = check_request(flags.request, ranks);
       if (!place.launched_by_itself)
         for (const auto& text : request.warnings) warn(text);

@@ -165,6 +165,9 @@ std::optional<std::string> parse(CLI::App& app, std::vector<std::string> argumen
 /// Weights that a token is multiplied with: those of all layers and the output.   config  validated
 double num_matmul_weights(const TrainConfig& config);
 
+/// Checks, without writing, that a file of choices can be there. Errors: ValueError naming --tuner-file.
+void check_tuner_file(const std::string& path);
+
 /// The metrics file in the output folder.
 std::string metrics_path(const TrainConfig& config);
 

@@ -217,15 +217,7 @@ void complete_paths(TrainConfig& c) {
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
   if (!c.load.empty()) check_readable("--load", c.load, true);
-  if (!c.tuner_file.empty()) {
-    const auto folder = fs::absolute(c.tuner_file).parent_path();
-    std::error_code error;
-    BRAID_CHECK(fs::is_directory(folder, error), "--tuner-file ", c.tuner_file, ": ",
-                folder.string(), " is not a folder");
-    BRAID_CHECK(!fs::exists(c.tuner_file, error) || fs::is_regular_file(c.tuner_file, error),
-                "--tuner-file ", c.tuner_file, ": is not a regular file");
-    check_writable_folder("--tuner-file", folder);
-  }
+  if (!c.tuner_file.empty()) check_tuner_file(c.tuner_file);
 }
 
 }  // namespace
@@ -236,6 +228,16 @@ double num_matmul_weights(const TrainConfig& c) {
       d(c.hidden_size) * (d(2 * c.num_attention_heads + 2 * c.num_query_groups) * d(c.kv_channels) +
                           3 * d(c.ffn_hidden_size));
   return d(c.num_layers) * layer + d(c.vocab_size) * d(c.hidden_size);
+}
+
+void check_tuner_file(const std::string& path) {
+  const auto folder = fs::absolute(path).parent_path();
+  std::error_code error;
+  BRAID_CHECK(fs::is_directory(folder, error), "--tuner-file ", path, ": ", folder.string(),
+              " is not a folder");
+  BRAID_CHECK(!fs::exists(path, error) || fs::is_regular_file(path, error), "--tuner-file ", path,
+              ": is not a regular file");
+  check_writable_folder("--tuner-file", folder);
 }
 
 std::string metrics_path(const TrainConfig& config) {
