@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 
 #include "tests/cli/train_program.h"
 
@@ -72,6 +73,27 @@ TEST_F(Generation, SeveralPromptsAreABatch) {
       out(Words{"--prompt", "[a,b]", "--prompt-file", "prompts.txt"} + kTwoRanks);
   EXPECT_THAT(texts, StartsWith("[a,b]"));
   EXPECT_THAT(texts, HasSubstr(alone));
+}
+
+TEST_F(Generation, APromptFileThatIsAPipeIsReadOnceOrRefused) {
+  std::array<int, 2> ends{};
+  const auto prompts_from_pipe = [&](const Words& more) {
+    EXPECT_EQ(::pipe(ends.data()), 0);
+    EXPECT_EQ(::write(ends[1], "while hi\r\n", 10), 10);
+    ::close(ends[1]);
+    return std::make_unique<Program>(folder_->path(),
+                                     generate(Words{"--prompt-file", "/dev/stdin"} + more),
+                                     [&] { ::dup2(ends[0], STDIN_FILENO); });
+  };
+  const auto alone = prompts_from_pipe({});
+  ::close(ends[0]);
+  EXPECT_EQ(alone->wait(), 0) << alone->error();
+  EXPECT_EQ(alone->out(), out({"--prompt", "while hi"}));
+  const auto shared = prompts_from_pipe(kTwoRanks);
+  ::close(ends[0]);
+  EXPECT_EQ(shared->wait(), 2);
+  EXPECT_THAT(shared->error(),
+              HasSubstr("--prompt-file /dev/stdin: is not a regular file, so 2 ranks"));
 }
 
 TEST_F(Generation, SamplesAreTheSameAtAnyNumberOfRanks) {
@@ -154,15 +176,26 @@ TEST_F(Generation, SaysWhatIsWrongInOneLine) {
   expect_refused({}, "no prompt given");
   expect_refused({"--prompt", ""}, "--prompt is ''");
   expect_refused({"--prompt", "a", "--max-new-token", "3"}, "did you mean --max-new-tokens?");
-  expect_refused({"--prompt", "a", "--top-p", "0"}, "--top-p is 0");
-  expect_refused({"--prompt", "a", "--top-p", "much"}, "--top-p");
-  expect_refused({"--prompt", "a", "--temperature=-1"}, "--temperature is -1");
+  expect_refused({"--prompt", "a", "--top-p", "0"}, "--top-p is '0', expected a number above 0");
+  expect_refused({"--prompt", "a", "--top-p", "1.5"}, "--top-p is 1.5");
+  expect_refused({"--prompt", "a", "--top-p", "much"}, "--top-p is 'much', expected a number");
+  for (const std::string wrong : {"-1", "inf", "nan"})
+    expect_refused({"--prompt", "a", "--temperature=" + wrong},
+                   "--temperature is '" + wrong + "', expected a number at least 0");
+  for (const std::string wrong : {"-1", "1.5", "18446744073709551616"})
+    expect_refused({"--prompt", "a", "--seed=" + wrong},
+                   "--seed is '" + wrong + "', expected an integer at least 0");
+  expect_refused({"--prompt", "a", "--eos-token-id", "-2"}, "--eos-token-id is '-2'");
+  expect_refused({"--prompt", "a", "--eos-token-id", "256"},
+                 "--eos-token-id is 256, expected -1 (none) or a token below");
+  expect_refused({"--prompt", "a", "--max-new-tokens", "99999999999"}, "--max-new-tokens is '999");
   expect_refused({"--prompt", "a", "--max-new-tokens", "100000"}, "max_position_embeddings 100000");
-  expect_refused({"--prompt", "a", "--nproc", "0"}, "--nproc is 0");
+  expect_refused({"--prompt", "a", "--nproc", "0"}, "--nproc is '0'");
   expect_refused({"--prompt", "a", "--nproc", "5"}, "--tensor-model-parallel-size is 5");
   expect_refused({"--prompt", "a", "--nproc", "2", "--tensor-model-parallel-size", "1"},
                  "--tensor-model-parallel-size is 1, but the number of ranks is 2");
   expect_refused({"--prompt", "a", "--load", "runs/train"}, "HINT: there is runs/train/checkpoint");
+  expect_refused({"--prompt", "a", "--tuner-file", "none/t.json"}, "--tuner-file none/t.json: ");
   expect_refused({"--prompt-tokens", "1,256"}, "--prompt-tokens has 256");
 }
 

@@ -85,6 +85,19 @@ with tempfile.TemporaryDirectory() as folder:
     assert len(os.listdir(at("tied"))) > 4, os.listdir(at("tied"))
     check(braid, at("tied"), "tied, in shards")
 
+    # What generation_config.json says, that file alone.
+    greedy = expected(at("tied"), PROMPTS[0])
+    for config, generation in (({"eos_token_id": greedy[5]}, {"eos_token_id": [greedy[30], greedy[15]]}),
+                               ({"eos_token_id": greedy[5]}, {"do_sample": False})):
+        for name, more in ("config.json", config), ("generation_config.json", generation):
+            path = os.path.join(at("tied"), name)
+            with open(path) as file:
+                content = {**json.load(file), **more} if name == "config.json" else more
+            with open(path, "w") as file:
+                json.dump(content, file)
+        assert generate(braid, at("tied"), PROMPTS[:1]) == [expected(at("tied"), PROMPTS[0])], generation
+    print("ends are those of generation_config.json")
+
     with open(at("text.txt"), "wb") as file:
         file.write(b"".join(b"%d braids weave %d threads, each one %s; " % (i, i * i % 97, b"ab" if i % 3 else b"ba")
                             for i in range(1500)))

@@ -49,8 +49,9 @@ TEST(Program, RefusesWrongCommandLinesInOneLine) {
   expect_refused("", "no command given");
   expect_refused("sing", "sing");
   expect_refused("launch --nproc 2", "no program given");
-  expect_refused("launch --nproc 0 -- true", "--nproc is 0");
-  expect_refused("launch --nproc two -- true", "--nproc = two");
+  expect_refused("launch --nproc 0 -- true", "--nproc is '0', expected an integer at least 1");
+  expect_refused("launch --nproc two -- true", "--nproc is 'two', expected an integer");
+  expect_refused("launch -- true", "required: --nproc");
   expect_refused("launch --np 2", "--np");
   expect_refused("launch --nproc 2 -- /no/such/program", "/no/such/program");
 }
@@ -66,7 +67,7 @@ TEST(Program, LaunchPassesArgumentsAndExitCodes) {
 TEST(Program, RanksSayACallersErrorOnce) {
   // Both ranks are programs whose own command line is wrong.
   expect_refused("launch --nproc 2 -- '" BRAID_PROGRAM "' launch --nproc -3 -- true",
-                 "--nproc is -3");
+                 "--nproc is '-3'");
 }
 
 TEST(Program, BenchOpsOfAnyShape) {
@@ -83,10 +84,12 @@ TEST(Program, BenchOpsOfAnyShape) {
     }
   }
   expect_refused("bench ops --op matmul_all_reduce --m 4 --n 4 --k 1", "--k 1");
-  expect_refused("bench ops --op matmul_all_reduce --m 0 --n 4 --k 1", "--m: Value 0 not in range");
+  expect_refused("bench ops --op matmul_all_reduce --m 0 --n 4 --k 1",
+                 "--m is '0', expected an integer");
   expect_refused("bench ops --op matmul_all_reduce --m 4 --n 4", "--k is required");
   expect_refused("bench ops --m 4 --n 4 --k 4", "--op is required");
   expect_refused("bench ops --sweep --m 5", "--m is 5");
+  expect_refused("bench int8 --rounds many", "--rounds is 'many', expected an integer");
 }
 
 TEST(Program, BenchInt8) {

@@ -42,7 +42,7 @@ class RequestTest : public testing::Test {
     RequestFlags flags;
     flags.load = folder_.path();
     flags.prompt = prompts;
-    flags.options.max_new_tokens = 10;
+    flags.max_new_tokens = 10;
     return flags;
   }
   /// What is said about the flags as `change` leaves them.
@@ -58,7 +58,7 @@ class RequestTest : public testing::Test {
 
 TEST_F(RequestTest, PromptsOfAllKindsInOrder) {
   RequestFlags all = flags({"ab", "\xff [1,2]"});
-  all.prompt_file = folder_.write("prompts.txt", "one\ntwo words\n");
+  all.prompt_file = folder_.write("prompts.txt", "one\r\ntwo words\n");
   all.prompt_tokens = {"0", "7,255"};
   const Request request = check_request(all, 1);
   EXPECT_TRUE(request.is_bytes);
@@ -84,17 +84,85 @@ TEST_F(RequestTest, EndsAreTheCheckpointsUnlessGiven) {
   EXPECT_EQ(check_request(given, 1).options.eos_token_ids, Ids{-1});
 }
 
+TEST_F(RequestTest, WhatTransformersWouldTakeHoldsUnlessAFlagSaysOtherwise) {
+  using Ids = std::vector<std::int64_t>;
+  write_checkpoint(256, {{"eos_token_id", 5}});
+  const auto with = [&](const nlohmann::json& generation, RequestFlags given) {
+    folder_.write("generation_config.json", generation.dump());
+    return check_request(given, 1);
+  };
+  const nlohmann::json samples{
+      {"do_sample", true}, {"temperature", 0.6}, {"top_p", 0.9}, {"eos_token_id", {7, 8}}};
+  Request request = with(samples, flags());
+  EXPECT_EQ(request.options.eos_token_ids, (Ids{7, 8}));
+  EXPECT_EQ(request.options.sampling.temperature, 0.6);
+  EXPECT_EQ(request.options.sampling.top_p, 0.9);
+  EXPECT_TRUE(request.warnings.empty());
+  RequestFlags given = flags();
+  given.temperature = 0;
+  given.top_p = 0.5;
+  given.eos_token_id = {9};
+  request = with(samples, given);
+  EXPECT_EQ(request.options.eos_token_ids, Ids{9});
+  EXPECT_EQ(request.options.sampling.temperature, 0);
+  EXPECT_EQ(request.options.sampling.top_p, 0.5);
+  EXPECT_THAT(request.warnings, testing::ElementsAre(HasSubstr("--top-p 0.5 has no effect")));
+
+  // Greedy: as transformers, which then leaves both aside; the file counts alone, also where it ends nothing.
+  request = with({{"temperature", 0.6}, {"top_p", 0.9}, {"do_sample", false}}, flags());
+  EXPECT_EQ(request.options.sampling.temperature, 0);
+  EXPECT_EQ(request.options.sampling.top_p, 1);
+  EXPECT_TRUE(request.options.eos_token_ids.empty());
+  EXPECT_EQ(with({{"do_sample", true}}, flags()).options.sampling.temperature, 1);
+  EXPECT_THAT(with({{"repetition_penalty", 1.5}, {"top_k", 9}}, flags()).warnings,
+              testing::ElementsAre(HasSubstr("generation_config.json asks for repetition_penalty "
+                                             "1.5, which has no effect")));
+
+  const auto said = [&](const nlohmann::json& generation) {
+    return value_error([&] { (void)with(generation, flags()); });
+  };
+  EXPECT_THAT(said({{"do_sample", true}, {"temperature", -1}}),
+              HasSubstr("generation_config.json has temperature -1"));
+  EXPECT_THAT(said({{"do_sample", true}, {"top_p", "most"}}), HasSubstr("has top_p \"most\""));
+  EXPECT_THAT(said({1}), HasSubstr("generation_config.json is damaged"));
+}
+
+TEST_F(RequestTest, SizesBeyondReasonAreRefusedBeforeMemoryIsTaken) {
+  const auto said = [&](const nlohmann::json& more) {
+    write_checkpoint(256, more);
+    return error([](auto&) {});
+  };
+  EXPECT_THAT(said({{"num_hidden_layers", 1000000000}}),
+              HasSubstr("num_hidden_layers 1000000000, but the checkpoint holds 11 tensors"));
+  EXPECT_THAT(said({{"num_hidden_layers", -1}}), HasSubstr("num_hidden_layers -1, expected"));
+  EXPECT_THAT(said({{"vocab_size", 4294967296}}), HasSubstr("vocab_size 4294967296, expected"));
+  EXPECT_THAT(said({{"hidden_size", 18}, {"head_dim", nullptr}}),
+              HasSubstr("num_attention_heads 4, which does not divide its hidden_size 18"));
+  EXPECT_THAT(said({{"num_key_value_heads", 3}}),
+              HasSubstr("num_key_value_heads 3, which does not divide its num_attention_heads 4"));
+  EXPECT_THAT(said({{"head_dim", 3}}), HasSubstr("heads of 3 features"));
+  EXPECT_THAT(said({{"rope_theta", -1}}), HasSubstr("rope_theta -1, expected"));
+  EXPECT_THAT(said({{"rms_norm_eps", 0}}), HasSubstr("rms_norm_eps 0, expected above 0"));
+  write_checkpoint(256, {{"max_position_embeddings", 2147483646}});
+  EXPECT_THAT(error([](auto& f) {
+                f.max_new_tokens = 2147483640;
+                f.prompt.resize(10000, "a");
+              }),
+              testing::AllOf(HasSubstr("--max-new-tokens is 2147483640: 10000 sequences"),
+                             HasSubstr("GB a rank, this host has")));
+}
+
 TEST_F(RequestTest, NamesTheFlagAndBothValues) {
   EXPECT_EQ(error([](auto& f) { f.load = ""; }), "required: --load");
   EXPECT_THAT(error([](auto& f) { f.load = "/no/such"; }), HasSubstr("/no/such does not exist"));
-  EXPECT_EQ(error([](auto& f) { f.options.max_new_tokens = 0; }),
+  EXPECT_EQ(error([](auto& f) { f.max_new_tokens = 0; }),
             "--max-new-tokens is 0, expected at least 1");
-  EXPECT_EQ(error([](auto& f) { f.options.sampling.temperature = -1; }),
-            "--temperature is -1, expected at least 0");
-  EXPECT_THAT(error([](auto& f) { f.options.sampling.temperature = std::nan(""); }),
+  EXPECT_EQ(error([](auto& f) { f.temperature = -1; }),
+            "--temperature is -1, expected a finite number of at least 0");
+  EXPECT_THAT(error([](auto& f) { f.temperature = std::nan(""); }),
               HasSubstr("--temperature is nan"));
   for (const double top_p : {0.0, -0.5, 1.5})
-    EXPECT_THAT(error([&](auto& f) { f.options.sampling.top_p = top_p; }),
+    EXPECT_THAT(error([&](auto& f) { f.top_p = top_p; }),
                 HasSubstr("expected above 0 and at most 1"));
   EXPECT_THAT(error([](auto& f) { f.prompt = {}; }), HasSubstr("no prompt given. HINT: --prompt"));
   EXPECT_EQ(error([](auto& f) {
@@ -108,16 +176,23 @@ TEST_F(RequestTest, NamesTheFlagAndBothValues) {
                 HasSubstr("expected token ids such as 1,2,3"));
   EXPECT_THAT(error([](auto& f) { f.prompt_tokens = {"-1"}; }),
               HasSubstr("--prompt-tokens has -1"));
-  EXPECT_EQ(error([](auto& f) { f.options.max_new_tokens = 31; }),
+  EXPECT_EQ(error([](auto& f) { f.max_new_tokens = 31; }),
             "prompt 1 has 2 tokens and --max-new-tokens is 31, together above the checkpoint's "
             "max_position_embeddings 32");
   EXPECT_NO_THROW(check_request(
       [&] {
         RequestFlags most = flags();
-        most.options.max_new_tokens = 30;
+        most.max_new_tokens = 30;
         return most;
       }(),
       1));
+  EXPECT_EQ(
+      error([](auto& f) {
+        f.eos_token_id = {-1, 256};
+      }),
+      "--eos-token-id is 256, expected -1 (none) or a token below the checkpoint's vocab_size "
+      "256");
+  EXPECT_THAT(error([](auto& f) { f.eos_token_id = {-2}; }), HasSubstr("--eos-token-id is -2"));
   EXPECT_THAT(error([](auto& f) { f.prompt_file = "/no/such"; }),
               HasSubstr("--prompt-file /no/such"));
   const std::string gap = folder_.write("gap.txt", "a\n\nb\n");

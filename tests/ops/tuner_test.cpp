@@ -4,11 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <mutex>
 #include <set>
 
-#include "tests/support/folders.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -28,6 +26,7 @@ TEST(Tuner, RanksAgreeAndRemember) {
     EXPECT_EQ(trials, 0);
     const std::lock_guard lock(mutex);
     tables.push_back(tuner::choices());
+    EXPECT_EQ(tuner::measured(), tuner::choices());
     EXPECT_EQ(tables.back().at("matmul_all_reduce m=128 n=16 k=96 f32 ranks=3 host"),
               to_text(again));
   });
@@ -49,6 +48,7 @@ TEST(Tuner, WithoutLiveTuningNothingIsTried) {
     tuner::set_choices({{"matmul_all_reduce m=32 n=64 k=64 f32 ranks=2 host", "chunked 4"}});
     EXPECT_EQ(choose(32), "chunked 4");
     EXPECT_EQ(choose(17), "chunked 4");
+    EXPECT_TRUE(tuner::measured().empty());
     EXPECT_THROW(tuner::set_choices({{"key", "fast"}}), c10::ValueError);
     EXPECT_THROW(tuner::set_choices({{"key", 1}}), c10::ValueError);
     EXPECT_THROW(tuner::set_choices(nlohmann::json::array()), c10::ValueError);
@@ -64,9 +64,13 @@ TEST(Tuner, APinGoesBeforeAMeasuredChoiceAndTheMostExactPinFirst) {
     const auto choose = [&](const char* op, std::int64_t k) {
       return to_text(tuner::choose(*group, {op, 32, 64, k, at::kFloat}, {}, fail));
     };
+    EXPECT_EQ(tuner::unused_pins().size(), 3u);
     EXPECT_EQ(choose("matmul_all_reduce", 64), "chunked 3");
     EXPECT_EQ(choose("matmul_all_reduce", 65), "chunked 2");
     EXPECT_EQ(choose("all_gather_wgrad", 64), "chunked 2");
+    if (group->rank() == 0) {  // whose choices count
+      EXPECT_EQ(tuner::unused_pins(), std::vector<std::string>{"matmul_all_reduce m=* n=64"});
+    }
     tuner::set_choices({{"* m=* n=* k=* * * *", "fused ring native"}});
     EXPECT_EQ(choose("all_gather_wgrad", 64), "chunked 2");
     EXPECT_EQ(to_text(tuner::choose(*group, {"all_gather_matmul", 32, 7, 7, at::kFloat}, {}, fail)),
@@ -89,31 +93,6 @@ TEST(Tuner, EveryHalfAndReducingFormIsTried) {
                         [&](const Plan& plan) { tried.insert(to_text(plan)); });
     EXPECT_EQ(tried, (std::set<std::string>{"serial", "fused", "fused ring", "chunked 2",
                                             "serial native", "fused native", "chunked 2 native"}));
-  });
-}
-
-TEST(Tuner, FilesKeepChoicesAndNameWhatIsWrongInThem) {
-  const test::TemporaryFolder folder;
-  const std::string path = folder.path() / "tuner.json";
-  test::run_ranks(1, [&](const auto& group) {
-    tuner::read_choices(*group, path);  // none yet
-    tuner::set_choices({{"a m=1", "serial"}, {"* m=1", "fused"}});
-    tuner::write_choices(path);
-  });
-  test::run_ranks(2, [&](const auto& group) {
-    tuner::read_choices(*group, group->rank() == 0 ? path : "rank 0 reads");
-    EXPECT_EQ(tuner::choices(/*with_pins=*/true),
-              (nlohmann::json{{"a m=1", "serial"}, {"* m=1", "fused"}}));
-  });
-  for (const char* text : {"{", "{}", R"({"choices": {"a m=1": "chunked 1"}})", "[1]"}) {
-    std::ofstream(path) << text;
-    test::run_ranks(2, [&](const auto& group) {
-      EXPECT_THAT([&] { tuner::read_choices(*group, path); },
-                  testing::ThrowsMessage<c10::ValueError>(testing::HasSubstr(path)));
-    });
-  }
-  test::run_ranks(1, [&](const auto&) {
-    EXPECT_THROW(tuner::write_choices(folder.path() / "none" / "tuner.json"), c10::Error);
   });
 }
 

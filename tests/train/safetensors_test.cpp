@@ -209,11 +209,8 @@ TEST(Safetensors, AFullDiskLeavesTheFileThatWasThere) {
     writer.write("a", at::ones({1000}));
     writer.commit();
   });
-  const std::string text_error =
-      error_of<c10::Error>([&] { write_file_atomically(path, std::string(2000, 'x')); });
   limit.reset();
   EXPECT_THAT(error, HasSubstr(fmt::format("can't write {}: File too large", path)));
-  EXPECT_THAT(text_error, HasSubstr(fmt::format("can't write {}: File too large", path)));
   EXPECT_THAT(test::names_in(folder.path()), ElementsAre("x"));
   EXPECT_EQ(test::read_text(path), "before");
 }

@@ -1,18 +1,16 @@
 // braid bench: measures operations and training steps.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <map>
 #include <memory>
 
 #include "braid/cli/bench.h"
 #include "braid/cli/commands.h"
+#include "braid/cli/numbers.h"
+#include "braid/cli/output.h"
 #include "braid/core/check.h"
 
 namespace braid::cli {
 namespace {
-
-const CLI::Range kCount(std::int64_t{1}, std::int64_t{2147483647});
 
 void add_bench_ops(CLI::App& bench, Body& body) {
   struct Flags {
@@ -30,19 +28,14 @@ void add_bench_ops(CLI::App& bench, Body& body) {
       ops->add_flag("--sweep", flags->sweep, "the standing set of operations, types and shapes");
   ops->add_option("--op", flags->shape.op, "needed, but for --sweep, which it narrows")
       ->check(CLI::IsMember({"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}));
-  ops->add_option("--m", flags->shape.m, "rows of the whole product")->check(kCount);
-  ops->add_option("--n", flags->shape.n, "columns of the whole product")
-      ->check(kCount)
-      ->excludes(sweep);
-  ops->add_option("--k", flags->shape.k, "inner dimension of the whole product")
-      ->check(kCount)
+  add_number(*ops, "m", flags->shape.m, kCount, "rows of the whole product");
+  add_number(*ops, "n", flags->shape.n, kCount, "columns of the whole product")->excludes(sweep);
+  add_number(*ops, "k", flags->shape.k, kCount, "inner dimension of the whole product")
       ->excludes(sweep);
   ops->add_option("--dtype", flags->dtype, "f32 (the default), bf16 or fp16")
       ->check(CLI::IsMember({"f32", "bf16", "fp16"}));
-  ops->add_option("--nproc", flags->nproc, "ranks to start on this host (2)")->check(kCount);
-  ops->add_option("--rounds", flags->rounds, "interleaved rounds, fewer of long cases")
-      ->check(kCount)
-      ->capture_default_str();
+  add_number(*ops, "nproc", flags->nproc, kCount, "ranks to start on this host (2)");
+  add_number(*ops, "rounds", flags->rounds, kCount, "interleaved rounds, fewer of long cases");
   ops->add_flag("--json", flags->json, "one JSON line a case");
   ops->callback([flags, &body] {
     body = [flags] {
@@ -86,9 +79,9 @@ void add_bench_int8(CLI::App& bench, Body& body) {
   };
   auto flags = std::make_shared<Flags>();
   auto* int8 = bench.add_subcommand("int8", "time products with an int8 weight beside ATen's");
-  int8->add_option("--n", flags->n, "rows of the weight")->check(kCount)->capture_default_str();
-  int8->add_option("--k", flags->k, "columns of the weight")->check(kCount)->capture_default_str();
-  int8->add_option("--rounds", flags->rounds)->check(kCount)->capture_default_str();
+  add_number(*int8, "n", flags->n, kCount, "rows of the weight");
+  add_number(*int8, "k", flags->k, kCount, "columns of the weight");
+  add_number(*int8, "rounds", flags->rounds, kCount, "interleaved rounds");
   int8->add_flag("--json", flags->json, "one JSON line a number of rows");
   int8->callback([flags, &body] {
     body = [flags] {
@@ -113,7 +106,7 @@ void add_bench_step(CLI::App& bench, Body& body) {
       add_flags(flags, config);
       flags.add_flag("--json", json, "one JSON line");
       if (const auto text = parse(flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       const Place place = place_from_environment();

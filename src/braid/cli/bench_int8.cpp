@@ -1,10 +1,10 @@
 // braid bench int8: the product with an int8 weight beside ATen's own in each type, on one core.
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/bench.h"
+#include "braid/cli/output.h"
 #include "braid/ops/int8_weight.h"
 
 namespace braid::cli {
@@ -20,7 +20,7 @@ void bench_int8(std::int64_t n, std::int64_t k, int rounds, bool json) {
   for (const auto dtype : dtypes) weights.push_back(weight.to(dtype));
   const auto alone = Group::create_stub("one", 0, 1);
   if (!json)
-    fmt::print(
+    print(
         "n {} k {}, ms; best: the fastest of ATen's half types\n{:>5} {:>10} {:>10} {:>8} {:>8} "
         "{:>8} {:>13}\n",
         n, k, "m", "channel", "group 128", "mm bf16", "mm fp16", "mm f32", "best / int8");
@@ -38,19 +38,18 @@ void bench_int8(std::int64_t n, std::int64_t k, int rounds, bool json) {
     const auto s = time_interleaved(*alone, candidates, rounds);
     const double best = std::min(s[2], s[3]);
     if (json)
-      fmt::print("{}\n", nlohmann::json{{"m", m},
-                                        {"n", n},
-                                        {"k", k},
-                                        {"int8_channel_s", s[0]},
-                                        {"int8_group_128_s", s[1]},
-                                        {"mm_bf16_s", s[2]},
-                                        {"mm_fp16_s", s[3]},
-                                        {"mm_f32_s", s[4]}}
-                             .dump());
+      print("{}\n", nlohmann::json{{"m", m},
+                                   {"n", n},
+                                   {"k", k},
+                                   {"int8_channel_s", s[0]},
+                                   {"int8_group_128_s", s[1]},
+                                   {"mm_bf16_s", s[2]},
+                                   {"mm_fp16_s", s[3]},
+                                   {"mm_f32_s", s[4]}}
+                        .dump());
     else
-      fmt::print("{:>5} {:>10.3f} {:>10.3f} {:>8.3f} {:>8.3f} {:>8.3f} {:>6.2f} {:>6.2f}\n", m,
-                 1e3 * s[0], 1e3 * s[1], 1e3 * s[2], 1e3 * s[3], 1e3 * s[4], best / s[0],
-                 best / s[1]);
+      print("{:>5} {:>10.3f} {:>10.3f} {:>8.3f} {:>8.3f} {:>8.3f} {:>6.2f} {:>6.2f}\n", m,
+            1e3 * s[0], 1e3 * s[1], 1e3 * s[2], 1e3 * s[3], 1e3 * s[4], best / s[0], best / s[1]);
   }
 }
 

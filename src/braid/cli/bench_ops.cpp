@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/bench.h"
+#include "braid/cli/output.h"
 #include "braid/comm/collectives.h"
 #include "braid/comm/timing.h"
 #include "braid/core/check.h"
@@ -116,12 +117,11 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
 }
 
 void print_table(const OpCase& c, int ranks, const OpTimes& t) {
-  fmt::print("{} m {} n {} k {} {}, {} ranks; auto chose {}\n{:<18} {:>10} {:>8} {:>8}\n", c.op,
-             c.m, c.n, c.k, tuner::dtype_name(c.dtype), ranks, t.auto_mode, "", "ms", "/ gemm",
-             "E");
+  print("{} m {} n {} k {} {}, {} ranks; auto chose {}\n{:<18} {:>10} {:>8} {:>8}\n", c.op, c.m,
+        c.n, c.k, tuner::dtype_name(c.dtype), ranks, t.auto_mode, "", "ms", "/ gemm", "E");
   const auto row = [&](const Way& way, bool is_part) {
-    fmt::print("{:<18} {:>10.3f} {:>8.3f} {:>8}\n", way.name, 1e3 * way.s, way.s / t.gemm,
-               is_part ? "" : fmt::format("{:.3f}", t.efficiency(way.s)));
+    print("{:<18} {:>10.3f} {:>8.3f} {:>8}\n", way.name, 1e3 * way.s, way.s / t.gemm,
+          is_part ? "" : fmt::format("{:.3f}", t.efficiency(way.s)));
   };
   row({"gemm", t.gemm}, true);
   for (const Way& way : t.plans) row(way, false);
@@ -129,7 +129,7 @@ void print_table(const OpCase& c, int ranks, const OpTimes& t) {
   row({"auto again", t.auto_again}, false);
   row({"serial_gloo", t.serial_gloo}, false);
   for (const Way& way : t.communication) row(way, true);
-  fmt::print(
+  print(
       "gemm: this rank's matmul alone, uncut. comm: the collective alone. shm: over shared memory; "
       "gloo: c10d's own\ncollective; p2p: braid's over c10d's messages. E: overlap efficiency, 1 - "
       "(T - gemm) / (serial_gloo - gemm).\n");
@@ -266,10 +266,9 @@ void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Pl
     const OpTimes times = measure_op(c, *group, *gloo, rounds, cases.size() == 1);
     if (place.rank != 0) continue;
     if (json)
-      fmt::print("{}\n", as_json(c, ranks, times).dump());
+      print("{}\n", as_json(c, ranks, times).dump());
     else
       print_table(c, ranks, times);
-    std::fflush(stdout);
   }
 }
 

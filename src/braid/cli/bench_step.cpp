@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "braid/cli/bench.h"
+#include "braid/cli/output.h"
 #include "braid/comm/collectives.h"
 #include "braid/train/trainer.h"
 
@@ -107,17 +108,17 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
     line["shares_agree"] = std::abs(by_spans - by_steps) <= 0.05;
   }
   if (json) {
-    fmt::print("{}\n", line.dump());
+    print("{}\n", line.dump());
     return;
   }
   for (const auto& [name, value] : line.items())
-    fmt::print("{:<28} {}\n", name,
-               value.is_number_float() ? fmt::format("{:.4g}", value.get<double>())
-               : value.is_string()     ? value.get<std::string>()
-                                       : value.dump());
-  fmt::print("{}", overlap_table(rows));
+    print("{:<28} {}\n", name,
+          value.is_number_float() ? fmt::format("{:.4g}", value.get<double>())
+          : value.is_string()     ? value.get<std::string>()
+                                  : value.dump());
+  print("{}", overlap_table(rows));
   if (stub && std::abs(by_spans - by_steps) > 0.05)
-    fmt::print(
+    print(
         "The spans' hidden share ({:.2f}) and the steps' ({:.2f}) differ by more than 0.05: ranks "
         "wait for each "
         "other's compute, or the machine was not quiet.\n",

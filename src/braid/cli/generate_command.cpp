@@ -2,18 +2,18 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 
 #include "braid/cli/commands.h"
+#include "braid/cli/numbers.h"
+#include "braid/cli/output.h"
 #include "braid/comm/group.h"
 #include "braid/core/log.h"
 #include "braid/generate/request.h"
 #include "braid/ops/tuner.h"
+#include "braid/ops/tuner_file.h"
 #include "braid/train/trainer.h"
 
 namespace braid::cli {
@@ -39,21 +39,28 @@ void add_generate_flags(CLI::App& app, Flags& flags) {
   app.add_option("--prompt-file", request.prompt_file, "file with a text in each line");
   texts("--prompt-tokens", request.prompt_tokens,
         "token ids to continue, as 1,2,3; several make a batch");
-  app.add_option("--max-new-tokens", request.options.max_new_tokens)->capture_default_str();
-  app.add_option("--temperature", request.options.sampling.temperature,
-                 "divides the logits before a token is drawn; 0: always the most probable one")
-      ->capture_default_str();
-  app.add_option("--top-p", request.options.sampling.top_p,
-                 "draw among the most probable tokens that have this probability together")
-      ->capture_default_str();
-  app.add_option("--seed", request.options.sampling.seed)->capture_default_str();
-  app.add_option("--eos-token-id", request.eos_token_id,
-                 "token that ends a text; -1: none (config.json's)")
+  add_number(app, "max-new-tokens", request.max_new_tokens, kCount, "tokens to add to each text");
+  add_number(app, "temperature", request.temperature, {0},
+             "divides the logits before a token is drawn; 0: always the most probable one "
+             "(generation_config.json's, else 0)");
+  add_number(app, "top-p", request.top_p, {.least = 0, .open = true},
+             "draw among the most probable tokens that have this probability together "
+             "(generation_config.json's, else 1)");
+  add_number(app, "seed", request.seed, {0}, "of what is drawn");
+  app.add_option_function<std::vector<std::string>>(
+         "--eos-token-id",
+         [&request](const std::vector<std::string>& values) {
+           for (const auto& text : values)
+             request.eos_token_id.push_back(
+                 number_of<std::int64_t>("eos-token-id", text, {-1, kCount.below}));
+         },
+         "token that ends a text; -1: none (generation_config.json's, else config.json's)")
       ->allow_extra_args(false)
-      ->take_all();
-  app.add_option("--nproc", nproc, "ranks to start on this host (1)");
-  app.add_option("--tensor-model-parallel-size", request.tensor_model_parallel_size,
-                 "ranks that share each layer: all of them");
+      ->take_all()
+      ->type_name("N");
+  add_number(app, "nproc", nproc, kCount, "ranks to start on this host (1)");
+  add_number(app, "tensor-model-parallel-size", request.tensor_model_parallel_size, kCount,
+             "ranks that share each layer: all of them");
   app.add_flag("--bf16", bf16, "compute in bf16 instead of f32");
   app.add_flag("--int8", int8, "matmul weights in int8, a scale for each output feature");
   app.add_option("--tuner-file", tuner_file,
@@ -69,15 +76,6 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 std::string written(const Request& request, const Tokens& tokens) {
   return request.is_bytes ? std::string(tokens.begin(), tokens.end())
                           : fmt::format("{}", fmt::join(tokens, ","));
-}
-
-/// Writes to standard output at once. Gives false when nobody reads it any more.
-bool write(const std::string& text) {
-  errno = 0;
-  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0)
-    return true;
-  TORCH_CHECK(errno == EPIPE, "can't write to standard output: ", std::strerror(errno));
-  return false;
 }
 
 void run_generation(const Request& request, const Flags& flags, const Place& place) {
@@ -96,23 +94,26 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
 
   const auto& prompts = request.prompts;
   const bool streams = prompts.size() == 1 && !flags.json;
-  if (streams && place.rank == 0) write(written(request, prompts[0]));
+  if (streams && place.rank == 0) write_output(written(request, prompts[0]));
   const auto begin = std::chrono::steady_clock::now();
   std::vector<double> first_s(prompts.size()), last_s(prompts.size());
   const auto on_token = [&](std::size_t prompt, std::int64_t token) {
     last_s[prompt] = seconds_since(begin);
     if (first_s[prompt] == 0) first_s[prompt] = last_s[prompt];
-    return !streams || write((request.is_bytes ? "" : ",") + written(request, {token}));
+    return !streams || write_output((request.is_bytes ? "" : ",") + written(request, {token}));
   };
   const auto all = generate(model, options.group, prompts, request.options, on_token);
   if (place.rank != 0) return;
-  if (!flags.tuner_file.empty()) tuner::write_choices(flags.tuner_file);
-  if (streams) write("\n");
+  if (!flags.tuner_file.empty()) {
+    tuner::write_choices(flags.tuner_file, tuner::measured());
+    tuner::warn_of_unused_pins(flags.tuner_file);
+  }
+  if (streams) write_output("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
     if (!flags.json) {
       Tokens whole = prompts[i];
       whole.insert(whole.end(), all[i].begin(), all[i].end());
-      write(written(request, whole) + "\n");
+      write_output(written(request, whole) + "\n");
       continue;
     }
     nlohmann::json line{
@@ -123,7 +124,7 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
       line["prompt"] = written(request, prompts[i]);
       line["text"] = written(request, all[i]);
     }
-    write(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    write_output(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
 }
 
@@ -139,19 +140,19 @@ void add_generate(CLI::App& app, Body& body) {
       CLI::App app_of_flags{"Continues prompts with a checkpoint's model.", "braid generate"};
       add_generate_flags(app_of_flags, flags);
       if (const auto text = parse(app_of_flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       const Place place = place_from_environment();
       speaks = place.rank == 0;
       const int ranks =
           place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
+      if (!flags.tuner_file.empty()) check_tuner_file(flags.tuner_file);
       const Request request = check_request(flags.request, ranks);
-      const auto& sampling = request.options.sampling;
-      if (sampling.top_p < 1 && sampling.temperature == 0 && !place.launched_by_itself)
-        warn(fmt::format("--top-p {} has no effect: --temperature is 0", sampling.top_p));
+      if (!place.launched_by_itself)
+        for (const auto& text : request.warnings) warn(text);
       if (const auto code = run_on_ranks(flags.nproc)) return *code;
-      std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write()
+      std::signal(SIGPIPE, SIG_IGN);  // a reader that goes ends all ranks, see write_output()
       run_generation(request, flags, place);
       return 0;
     };

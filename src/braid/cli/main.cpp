@@ -1,15 +1,16 @@
 // The program `braid`: reads the command line, runs the chosen subcommand, turns errors into one
 // line and an exit code.
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdio>
+#include <sstream>
 #include <string>
 
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/comm/launch.h"
 #include "braid/core/check.h"
+#include "braid/core/log.h"
 #include "braid/core/memory.h"
 
 namespace {
@@ -25,13 +26,14 @@ int fail(std::string text, int code) {
     told = braid::report_to_launcher(braid::place_from_environment(), text);
   } catch (const c10::ValueError&) {  // the place itself is what is wrong
   }
-  if (!told) fmt::print(stderr, "braid: error: {}\n", text);
+  if (!told) braid::say_error(text);
   return code;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  braid::cli::occupy_standard_streams();
   braid::keep_memory();
   CLI::App app{"Tensor-parallel training with communication woven into its matmuls.", "braid"};
   app.set_version_flag("--version", "braid " BRAID_VERSION);
@@ -42,11 +44,16 @@ int main(int argc, char** argv) {
   braid::cli::add_tune(app, body);
   braid::cli::add_launch(app, body);
   try {
-    app.parse(argc, argv);
+    try {
+      app.parse(argc, argv);
+    } catch (const CLI::Success& asked) {  // for the help or the version
+      std::ostringstream text;
+      (void)app.exit(asked, text);
+      braid::cli::print_text(text.str());
+      return 0;
+    }
     BRAID_CHECK(body, "no command given. HINT: braid --help");
     return body();
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
   } catch (const CLI::ParseError& error) {
     return fail(error.what(), kCallersError);
   } catch (const c10::ValueError& error) {

@@ -1,10 +1,9 @@
 // braid train: trains a decoder as the flags say.
-#include <fmt/format.h>
-
 #include <csignal>
 #include <memory>
 
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/comm/place.h"
 #include "braid/train/checkpoint.h"
 #include "braid/train/config.h"
@@ -24,7 +23,7 @@ void add_train(CLI::App& app, Body& body) {
           "braid train"};
       add_flags(flags, config);
       if (const auto text = parse(flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       const Place place = place_from_environment();

@@ -1,10 +1,10 @@
 // braid tune: measures how each operation of a model runs best, ahead of its training.
-#include <fmt/format.h>
-
 #include "braid/cli/bench.h"
 #include "braid/cli/commands.h"
+#include "braid/cli/output.h"
 #include "braid/core/check.h"
 #include "braid/ops/tuner.h"
+#include "braid/ops/tuner_file.h"
 
 namespace braid::cli {
 namespace {
@@ -14,15 +14,18 @@ void tune(const TrainConfig& config, const Place& place) {
   share_cores(place, *store);
   const Mesh mesh = make_mesh(store, place.rank, place.world_size,
                               static_cast<int>(config.tensor_model_parallel_size));
-  Trainer trainer(config, mesh, random_batches(config, mesh.dp->rank()));
-  const auto known = tuner::choices(/*with_pins=*/true);
+  tuner::read_choices(*mesh.world, config.tuner_file);
+  TrainConfig measured = config;
+  measured.tuner_file.clear();  // the trainer would write it, too, and only warn where it can't
+  Trainer trainer(measured, mesh, random_batches(config, mesh.dp->rank()));
   trainer.step(0);
   if (place.rank != 0) return;
-  tuner::write_choices(config.tuner_file);  // the trainer only warns where it can't
+  const auto fresh = tuner::measured();
+  tuner::write_choices(config.tuner_file, fresh);
   const auto choices = tuner::choices(/*with_pins=*/true);
   for (const auto& [key, plan] : choices.items())
-    fmt::print("{:<72} {:<18}{}\n", key, plan.get<std::string>(),
-               known.contains(key) ? "" : " new");
+    print("{:<72} {:<18}{}\n", key, plan.get<std::string>(), fresh.contains(key) ? " new" : "");
+  tuner::warn_of_unused_pins(config.tuner_file);
 }
 
 }  // namespace
@@ -43,7 +46,7 @@ void add_tune(CLI::App& app, Body& body) {
                      "braid tune"};
       add_flags(flags, config);
       if (const auto text = parse(flags, arguments)) {
-        fmt::print("{}", *text);
+        print_text(*text);
         return 0;
       }
       BRAID_CHECK(!config.tuner_file.empty(), "--tuner-file is required: where the choices go");

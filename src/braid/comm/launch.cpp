@@ -8,13 +8,13 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
 #include <cstring>
 #include <optional>
 #include <utility>
 
 #include "braid/comm/spawn.h"
 #include "braid/core/check.h"
+#include "braid/core/log.h"
 
 namespace braid {
 namespace {
@@ -149,8 +149,12 @@ class Supervisor {
     const auto name = [&](std::size_t i) {
       return fmt::format("rank {} (pid {})", i, ranks_[i].pid);
     };
-    if (const auto i = first([](const Rank& rank) { return rank.killed_by_others(); });
-        i && interrupted_ == 0) {
+    const auto lost = [](const Rank& rank) {
+      return rank.killed_by_others() && WTERMSIG(rank.status) != SIGPIPE;
+    };
+    if (!first(lost) && !ended_.empty() && ranks_[ended_[0]].killed_by_others())
+      return 128 + SIGPIPE;  // nobody reads its output any more: an end, and no error
+    if (const auto i = first(lost); i && interrupted_ == 0) {
       say_reports(store);
       const int signal = WTERMSIG(ranks_[*i].status);
       say("{} was killed by signal {} ({}); the run has ended", name(*i), signal,
@@ -226,7 +230,7 @@ class Supervisor {
 
   template <class... Parts>
   static void say(fmt::format_string<Parts...> text, Parts&&... parts) {
-    fmt::print(stderr, "braid: error: {}\n", fmt::format(text, std::forward<Parts>(parts)...));
+    say_error(fmt::format(text, std::forward<Parts>(parts)...));
   }
 
   /// What the rank left with report_to_launcher; empty if nothing.

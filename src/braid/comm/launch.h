@@ -20,7 +20,8 @@ inline constexpr const char* kThisProgram = "/proc/self/exe";
 /// this process is killed. SIGINT, SIGTERM and SIGTSTP are passed on; an interrupted rank has 5 s,
 /// or until the second interrupt.
 ///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
-///            a signal killed one; 128 + signal when interrupted
+///            a signal killed one; 128 + signal when interrupted, or when the first to end wrote into a
+///            pipe that nobody reads (SIGPIPE), of which nothing is said
 ///   Order    on a thread that lives as long as the ranks; takes those signals and SIGCHLD meanwhile
 ///   Errors   ValueError: num_ranks is not within 1 to 4096, too few files may be open, or the program
 ///            can't be run

@@ -13,4 +13,9 @@ inline void warn(const std::string& text) {
   if (speaks) std::fprintf(stderr, "braid: warning: %s\n", text.c_str());
 }
 
+/// An error that ends the program, in one line. Where stderr can't be written nothing can be said.
+inline void say_error(const std::string& text) {
+  std::fprintf(stderr, "braid: error: %s\n", text.c_str());
+}
+
 }  // namespace braid

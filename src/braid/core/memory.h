@@ -1,7 +1,8 @@
-// How a long-running program of large tensors uses malloc.
+// The host's memory, and how a long-running program of large tensors uses malloc.
 #pragma once
 
 #include <malloc.h>
+#include <unistd.h>
 
 #include <cstdlib>
 
@@ -16,6 +17,12 @@ inline void keep_memory() {
   ::mallopt(M_TRIM_THRESHOLD, -1);
   ::mallopt(M_TOP_PAD, 64 << 20);
   ::setenv("THP_MEM_ALLOC_ENABLE", "1", /*overwrite=*/0);
+}
+
+/// Bytes of the host's memory, in use or not.
+inline double host_memory_bytes() {
+  return static_cast<double>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<double>(::sysconf(_SC_PAGESIZE));
 }
 
 }  // namespace braid

@@ -2,18 +2,13 @@
 #include "braid/ops/tuner.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string_view>
 #include <tuple>
@@ -37,8 +32,14 @@ constexpr double kSeconds = 2;      // of a key, for telling apart what is close
 // Below this many rows a rank, cutting the matmul costs more than it hides (measured: docs/design.md).
 constexpr std::int64_t kFewRows = 128;
 
+struct Pin {
+  Plan plan;
+  bool used = false;
+};
+
 thread_local std::map<std::string, Plan> table;
-thread_local std::map<std::string, Plan> pins;  // keys with *
+thread_local std::set<std::string> measured_keys;  // of the table: here, and not set
+thread_local std::map<std::string, Pin> pins;      // keys with *
 // A group's id, and a key with its m rounded up: looked up at every call, so without texts.
 using InGroup = std::tuple<std::uint64_t, std::string_view, std::int64_t, std::int64_t,
                            std::int64_t, at::ScalarType>;
@@ -47,51 +48,6 @@ thread_local std::map<InGroup, Plan> agreed;
 // Rules of thumb for keys that are not measured while another operation is in flight.
 thread_local std::map<InGroup, Plan> in_flight_rules;
 thread_local bool live = true;
-
-// File of choices.
-constexpr const char* kCpu = "cpu";
-constexpr const char* kChoices = "choices";
-
-std::string cpu_name() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    const auto colon = line.find(": ");
-    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
-  }
-  return "unknown";
-}
-
-bool is_pin(const std::string& key) { return key.find('*') != std::string::npos; }
-
-/// A file's choices: all of them, or the pins of one that was measured on another CPU.
-/// Errors: ValueError naming the file.
-nlohmann::json read_file(const std::string& path) {
-  const auto wrong = [&](const std::string& what) {
-    BRAID_CHECK(false, path, " is not a file of the tuner's choices: ", what);
-  };
-  std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) return nlohmann::json::object();
-  if (!std::filesystem::is_regular_file(path, ignored)) wrong("it is not a regular file");
-  std::ifstream in(path, std::ios::binary);
-  if (!in) wrong(std::strerror(errno));
-  const auto file = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
-  if (!file.is_object() || !file.contains(kChoices)) wrong("it is not {\"choices\": {...}}");
-  nlohmann::json choices = file[kChoices];
-  try {
-    check_choices(choices);
-  } catch (const c10::ValueError& error) {
-    wrong(error.what_without_backtrace());
-  }
-  const auto cpu = file.find(kCpu);
-  const bool is_of_other = cpu != file.end() && *cpu != cpu_name();
-  if (is_of_other) {
-    warn(fmt::format("{} was measured on another CPU ({}; this is {}): only its pins are used",
-                     path, cpu->dump(), cpu_name()));
-    for (auto it = choices.begin(); it != choices.end();)
-      it = is_pin(it.key()) ? std::next(it) : choices.erase(it);
-  }
-  return choices;
-}
 
 std::int64_t rounded_up(std::int64_t m) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(m)));
@@ -115,16 +71,19 @@ bool matches(const std::string& pin, const std::string& key) {
 }
 
 const Plan* known(const std::string& key) {
-  const Plan* best = nullptr;
+  Pin* best = nullptr;
   std::ptrdiff_t fewest = 0;
-  for (const auto& [pin, plan] : pins) {
-    const auto stars = std::count(pin.begin(), pin.end(), '*');
-    if ((best == nullptr || stars < fewest) && matches(pin, key)) {
-      best = &plan;
+  for (auto& [text, pin] : pins) {
+    const auto stars = std::count(text.begin(), text.end(), '*');
+    if ((best == nullptr || stars < fewest) && matches(text, key)) {
+      best = &pin;
       fewest = stars;
     }
   }
-  if (best != nullptr) return best;
+  if (best != nullptr) {
+    best->used = true;
+    return &best->plan;
+  }
   const auto found = table.find(key);
   return found == table.end() ? nullptr : &found->second;
 }
@@ -307,6 +266,7 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
     return in_flight_rules[in_group] = by_rule(group, key);
   } else if (live) {
     plan = table[text] = measure(group, candidates(group, key), trial);
+    measured_keys.insert(text);
   } else {
     plan = by_rule(group, key);
   }
@@ -332,12 +292,28 @@ nlohmann::json choices(bool with_pins) {
   nlohmann::json result = nlohmann::json::object();
   for (const auto& [key, plan] : table) result[key] = to_text(plan);
   if (with_pins)
-    for (const auto& [key, plan] : pins) result[key] = to_text(plan);
+    for (const auto& [key, pin] : pins) result[key] = to_text(pin.plan);
   return result;
+}
+
+nlohmann::json measured() {
+  nlohmann::json result = nlohmann::json::object();
+  for (const auto& key : measured_keys) result[key] = to_text(table.at(key));
+  return result;
+}
+
+bool is_pin(const std::string& key) { return key.find('*') != std::string::npos; }
+
+std::vector<std::string> unused_pins() {
+  std::vector<std::string> unused;
+  for (const auto& [key, pin] : pins)
+    if (!pin.used) unused.push_back(key);
+  return unused;
 }
 
 void forget_choices() {
   table.clear();
+  measured_keys.clear();
   pins.clear();
   agreed.clear();
   in_flight_rules.clear();
@@ -362,36 +338,12 @@ void set_choices(const nlohmann::json& choices) {
   agreed.clear();
   in_flight_rules.clear();
   for (const auto& [key, plan] : choices.items()) {
-    (is_pin(key) ? pins : table)[key] = plan_from_text(plan.get<std::string>());
+    const Plan value = plan_from_text(plan.get<std::string>());
+    if (is_pin(key))
+      pins[key].plan = value;
+    else
+      table[key] = value;
   }
-}
-
-void read_choices(const Group& group, const std::string& path) {
-  nlohmann::json mine;
-  if (group.rank() == 0) {
-    try {
-      mine = {{kChoices, read_file(path)}};
-    } catch (const c10::ValueError& error) {
-      mine = {{"error", error.what_without_backtrace()}};
-    }
-  }
-  constexpr auto kReplace = nlohmann::json::error_handler_t::replace;
-  const auto shared =
-      nlohmann::json::parse(broadcast_text(group, mine.dump(-1, ' ', false, kReplace), 0));
-  BRAID_CHECK(!shared.contains("error"), shared.value("error", ""));
-  set_choices(shared.at(kChoices));
-}
-
-void write_choices(const std::string& path) {
-  const std::string partial = fmt::format("{}.partial.{}", path, ::getpid());
-  std::ofstream out(partial);
-  out << nlohmann::json{{kCpu, cpu_name()}, {kChoices, choices(/*with_pins=*/true)}}.dump(1)
-      << '\n';
-  out.close();
-  const bool failed = !out || std::rename(partial.c_str(), path.c_str()) != 0;
-  const int error = errno;
-  if (failed) std::remove(partial.c_str());
-  TORCH_CHECK(!failed, "can't write ", path, ": ", std::strerror(error));
 }
 
 }  // namespace braid::tuner

@@ -2,7 +2,7 @@
 // by all ranks together.
 //
 // NOTE [table]. Choices are kept per thread (a rank) under a key such as
-// "matmul_all_reduce m=1024 n=1024 k=4096 float32 ranks=2 host", where m is the rows of the whole
+// "matmul_all_reduce m=1024 n=1024 k=4096 f32 ranks=2 host", where m is the rows of the whole
 // product rounded up to a power of two, so that a token count that changes at every call is not
 // measured at every call; n and k are of the whole product; and "host" (shared memory) or
 // "network" is where the ranks are. Values are plans (ops/plan.h). A person may edit them, and may
@@ -52,6 +52,12 @@ const char* dtype_name(at::ScalarType dtype);
 
 /// What was measured in this thread, or set: {key: plan}. Goes into a checkpoint, but for the pins.
 nlohmann::json choices(bool with_pins = false);
+/// What was measured in this thread alone. Goes into the tuner file (ops/tuner_file.h).
+nlohmann::json measured();
+/// Whether a key has a * in it.
+bool is_pin(const std::string& key);
+/// The pins that were set and that no operation of this thread was run by.
+std::vector<std::string> unused_pins();
 /// Empties this thread's table. As set_choices: all ranks at the same point.
 void forget_choices();
 /// Errors: ValueError when it is not an object {key: plan}.
@@ -59,14 +65,5 @@ void check_choices(const nlohmann::json& choices);
 /// Adds choices made before, from the next use of their keys on: all ranks of a group at the same
 /// point of their program. Errors: as check_choices.
 void set_choices(const nlohmann::json& choices);
-
-/// Adds the choices of a file that write_choices made, perhaps edited, as rank 0 sees it; none if
-/// there is no file; of another CPU's file, with a warning, only the pins.
-///   Order   collective
-///   Errors  ValueError naming the file, the same on all ranks, when it does not parse
-void read_choices(const Group& group, const std::string& path);
-/// Writes this thread's choices and the CPU's name, one choice a line; replaces the file whole.
-///   Errors  c10::Error naming the path
-void write_choices(const std::string& path);
 
 }  // namespace braid::tuner

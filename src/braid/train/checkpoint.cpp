@@ -203,6 +203,12 @@ TensorShapes whole_tensors(const std::vector<Parameter>& parameters) {
   return shapes;
 }
 
+std::optional<json> Checkpoint::generation_config_json() const {
+  const fs::path path = fs::path(folder_) / kGenerationConfig;
+  std::error_code ignored;
+  return fs::exists(path, ignored) ? std::optional(read_json(path)) : std::nullopt;
+}
+
 void Checkpoint::check(const TensorShapes& model) const {
   std::vector<std::string> missing, unexpected;
   for (const auto& [name, shape] : model) {

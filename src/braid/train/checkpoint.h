@@ -80,6 +80,10 @@ class Checkpoint {
   /// Where the files are.
   const std::string& folder() const { return folder_; }
   const nlohmann::json& config_json() const { return config_json_; }
+  /// generation_config.json beside it, where there is one. Errors: ValueError naming it: it is no JSON object.
+  std::optional<nlohmann::json> generation_config_json() const;
+  /// Of the weights' files.
+  std::int64_t num_tensors() const { return std::ssize(file_index_); }
   /// Nothing for a plain transformers folder.
   const std::optional<TrainerState>& state() const { return state_; }
 

@@ -15,12 +15,12 @@ constexpr int kFormatVersion = 1;
 constexpr const char* kModel = "model.safetensors";
 constexpr const char* kModelIndex = "model.safetensors.index.json";
 constexpr const char* kConfig = "config.json";
+constexpr const char* kGenerationConfig = "generation_config.json";
 constexpr const char* kOptimizer = "optimizer.safetensors";
 constexpr const char* kState = "trainer_state.json";
 constexpr const char* kLatestLink = "latest";
 constexpr const char* kLatestIteration = "latest_checkpointed_iteration.txt";
 constexpr const char* kPartial = ".partial";
-constexpr const char* kPartialLink = ".partial_link";
 
 // Before the names of the weights, in kOptimizer.
 constexpr const char* kFirstMomentPrefix = "exp_avg.";

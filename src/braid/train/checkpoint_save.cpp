@@ -15,6 +15,7 @@
 #include "braid/comm/collectives.h"
 #include "braid/comm/texts.h"
 #include "braid/core/check.h"
+#include "braid/core/file.h"
 #include "braid/train/checkpoint.h"
 #include "braid/train/checkpoint_files.h"
 
@@ -30,13 +31,8 @@ std::string system_error() { return std::strerror(errno); }
 // Removes what a killed save left in `dir`; the caller holds the lock.
 void discard_leftovers(const std::string& dir, std::error_code& error) {
   fs::remove_all(fs::path(dir) / kPartial, error);
-  std::error_code ignored;
-  fs::remove(fs::path(dir) / kPartialLink, ignored);
-  const std::string pointer = fmt::format(".{}.", kLatestIteration);
-  for (const auto& entry : fs::directory_iterator(dir, ignored)) {
-    const std::string name = entry.path().filename();
-    if (name.starts_with(pointer) && name.ends_with(".partial")) fs::remove(entry.path(), ignored);
-  }
+  for (const char* name : {kLatestLink, kModel, kConfig, kLatestIteration})
+    remove_partials(fs::path(dir) / name);
 }
 
 // The folder of a save while it is being written, and the lock that keeps other runs out of `dir` meanwhile.
@@ -83,25 +79,13 @@ class PartialFolder {
     }
     TORCH_CHECK(failed == 0, "can't rename ", path_, " to ", target, ": ", system_error());
     sync_folder(dir_);
-    link(kLatestLink, name);
-    for (const char* file : {kModel, kConfig}) link(file, fs::path(kLatestLink) / file);
-    write_file_atomically(fs::path(dir_) / kLatestIteration, fmt::format("{}\n", iteration));
+    replace_link(fs::path(dir_) / kLatestLink, name);
+    for (const char* file : {kModel, kConfig})
+      replace_link(fs::path(dir_) / file, fs::path(kLatestLink) / file);
+    replace_file(fs::path(dir_) / kLatestIteration, fmt::format("{}\n", iteration));
   }
 
  private:
-  void link(const char* name, const std::string& target) const {
-    const std::string path = fs::path(dir_) / name;
-    std::error_code error;
-    if (fs::read_symlink(path, error) == target && !error) return;
-    const std::string partial = fs::path(dir_) / kPartialLink;
-    ::unlink(partial.c_str());
-    const bool done = ::symlink(target.c_str(), partial.c_str()) == 0 &&
-                      ::rename(partial.c_str(), path.c_str()) == 0;
-    const std::string reason = system_error();
-    if (!done) ::unlink(partial.c_str());
-    TORCH_CHECK(done, "can't make the link ", path, ": ", reason);
-  }
-
   std::string dir_, path_;
   int lock_ = -1;
 };
@@ -274,8 +258,8 @@ void save_checkpoint(const std::string& dir, const Group& tp, const Group& dp,
                        {"optimizer_steps", optimizer.num_steps()},
                        {"config", state.config},
                        {"tuner", state.tuner}};
-    write_file_atomically(*partial / kConfig, config_json.dump(2) + "\n");
-    write_file_atomically(*partial / kState, text.dump(2) + "\n");
+    replace_file(*partial / kConfig, config_json.dump(2) + "\n");
+    replace_file(*partial / kState, text.dump(2) + "\n");
     partial->commit(iteration_folder(state.iteration), state.iteration);
   });
 }

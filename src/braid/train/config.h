@@ -151,6 +151,11 @@ void from_json(const nlohmann::json& json, TrainConfig& config);
 /// the defaults. `config` must outlive `app`.
 void add_flags(CLI::App& app, TrainConfig& config);
 
+/// The number that `text` after the flag `name` (with dashes) stands for. T: std::int64_t, std::uint64_t or double.
+///   Errors  ValueError naming the flag, the text and what was expected
+template <class T>
+T number_of(const std::string& name, const std::string& text, const Range& range);
+
 /// Parses the arguments (without the program's name). Returns a text where that is all the caller
 /// should print: the help, or docs/flags.md for --help-markdown.
 ///   Errors  ValueError, one line naming the flag: unknown (with the closest flag there is),
@@ -160,13 +165,16 @@ std::optional<std::string> parse(CLI::App& app, std::vector<std::string> argumen
 /// Weights that a token is multiplied with: those of all layers and the output.   config  validated
 double num_matmul_weights(const TrainConfig& config);
 
+/// Checks, without writing, that a file of choices can be there. Errors: ValueError naming --tuner-file.
+void check_tuner_file(const std::string& path);
+
 /// The metrics file in the output folder.
 std::string metrics_path(const TrainConfig& config);
 
 /// Checks the settings against each other, the world and the file system, and fills in what was not
 /// given. Writes no file and reads only the first bytes of one that the trace would replace, sends
 /// nothing; the same on all ranks. Idempotent.
-///   needs_data  false: --data-path and --train-iters may be missing (a bench)
+///   needs_data  false: --data-path, --train-iters and --lr may be missing (a bench)
 ///   Gives       warnings that the caller shows once, of settings that have no effect
 ///   Errors      ValueError, one line naming the flags and their values
 [[nodiscard]] std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size,

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "braid/core/check.h"
+#include "braid/core/memory.h"
 #include "braid/train/config.h"
 
 namespace braid {
@@ -24,7 +25,8 @@ void check_numbers(const TrainConfig& config, bool needs_data) {
           [&](auto field) { return config.*field != std::decay_t<decltype(config.*field)>{}; },
           flag.field);
       const bool needed =
-          flag.required && (needs_data || (flag.name != "data-path" && flag.name != "train-iters"));
+          flag.required && (needs_data || (flag.name != "data-path" && flag.name != "train-iters" &&
+                                           flag.name != "lr"));
       if (!set && needed) missing += (missing.empty() ? "--" : ", --") + flag.name;
       if (!set && (flag.required || !flag.unset.empty())) continue;
       const auto check = [&](auto value) {
@@ -123,7 +125,7 @@ void check_memory(const TrainConfig& c) {
   // Weight, gradient and two moments, and activations of one layer.
   const double bytes = 16 * num_matmul_weights(c) / d(c.tensor_model_parallel_size) +
                        4 * d(c.micro_batch_size) * d(c.seq_length) * d(c.hidden_size);
-  const double memory = d(::sysconf(_SC_PHYS_PAGES)) * d(::sysconf(_SC_PAGESIZE));
+  const double memory = host_memory_bytes();
   BRAID_CHECK(bytes <= memory, "--num-layers ", c.num_layers, ", --hidden-size ", c.hidden_size,
               ", --micro-batch-size ", c.micro_batch_size, ": a rank needs at least ",
               fmt::format("{:.1f} GB, this host has {:.1f}", 1e-9 * bytes, 1e-9 * memory));
@@ -215,15 +217,7 @@ void complete_paths(TrainConfig& c) {
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
   if (!c.load.empty()) check_readable("--load", c.load, true);
-  if (!c.tuner_file.empty()) {
-    const auto folder = fs::absolute(c.tuner_file).parent_path();
-    std::error_code error;
-    BRAID_CHECK(fs::is_directory(folder, error), "--tuner-file ", c.tuner_file, ": ",
-                folder.string(), " is not a folder");
-    BRAID_CHECK(!fs::exists(c.tuner_file, error) || fs::is_regular_file(c.tuner_file, error),
-                "--tuner-file ", c.tuner_file, ": is not a regular file");
-    check_writable_folder("--tuner-file", folder);
-  }
+  if (!c.tuner_file.empty()) check_tuner_file(c.tuner_file);
 }
 
 }  // namespace
@@ -234,6 +228,16 @@ double num_matmul_weights(const TrainConfig& c) {
       d(c.hidden_size) * (d(2 * c.num_attention_heads + 2 * c.num_query_groups) * d(c.kv_channels) +
                           3 * d(c.ffn_hidden_size));
   return d(c.num_layers) * layer + d(c.vocab_size) * d(c.hidden_size);
+}
+
+void check_tuner_file(const std::string& path) {
+  const auto folder = fs::absolute(path).parent_path();
+  std::error_code error;
+  BRAID_CHECK(fs::is_directory(folder, error), "--tuner-file ", path, ": ", folder.string(),
+              " is not a folder");
+  BRAID_CHECK(!fs::exists(path, error) || fs::is_regular_file(path, error), "--tuner-file ", path,
+              ": is not a regular file");
+  check_writable_folder("--tuner-file", folder);
 }
 
 std::string metrics_path(const TrainConfig& config) {

@@ -9,25 +9,12 @@
 namespace braid {
 namespace {
 
-template <class T>
-T parse_number(const Flag& flag, const std::string& text, const char* kind) {
-  T value{};
-  const auto* last = text.data() + text.size();
-  const auto [end, error] = std::from_chars(text.data(), last, value);
-  BRAID_CHECK(
-      error == std::errc{} && end == last && flag.range.contains(static_cast<double>(value)), "--",
-      flag.name, " is '", text, "', expected ", kind, " ", flag.range.text());
-  return value;
-}
-
 void set_from_text(const Flag& flag, TrainConfig& config, const std::string& text) {
   std::visit(
       [&](auto field) {
         using T = std::decay_t<decltype(config.*field)>;
-        if constexpr (std::is_same_v<T, std::int64_t>) {
-          config.*field = parse_number<T>(flag, text, "an integer");
-        } else if constexpr (std::is_same_v<T, double>) {
-          config.*field = parse_number<T>(flag, text, "a number");
+        if constexpr (std::is_same_v<T, std::int64_t> || std::is_same_v<T, double>) {
+          config.*field = number_of<T>(flag.name, text, flag.range);
         } else if constexpr (std::is_same_v<T, std::string>) {
           const auto& choices = flag.choices;
           BRAID_CHECK(
@@ -118,6 +105,20 @@ void refuse_empty_values(const std::vector<std::string>& arguments) {
 }
 
 }  // namespace
+
+template <class T>
+T number_of(const std::string& name, const std::string& text, const Range& range) {
+  T value{};
+  const auto* last = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), last, value);
+  BRAID_CHECK(error == std::errc{} && end == last && range.contains(static_cast<double>(value)),
+              "--", name, " is '", text, "', expected ",
+              std::is_integral_v<T> ? "an integer " : "a number ", range.text());
+  return value;
+}
+template std::int64_t number_of(const std::string&, const std::string&, const Range&);
+template std::uint64_t number_of(const std::string&, const std::string&, const Range&);
+template double number_of(const std::string&, const std::string&, const Range&);
 
 void add_flags(CLI::App& app, TrainConfig& config) {
   for (const auto& group : flag_table()) {

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "braid/core/check.h"
+#include "braid/core/file.h"
 #include "braid/train/data.h"
 
 namespace braid {
@@ -260,19 +261,10 @@ void write_token_shard(const fs::path& path, const std::vector<std::int64_t>& to
   header.token_bytes = static_cast<std::uint32_t>(token_bytes);
   header.count = tokens.size();
   header.vocab = static_cast<std::uint64_t>(vocab);
-  const fs::path partial = path.string() + ".partial";
-  std::ofstream file(partial, std::ios::binary | std::ios::trunc);
-  file.write(reinterpret_cast<const char*>(&header), sizeof(header));
-  file.write(reinterpret_cast<const char*>(bytes.data()),
-             static_cast<std::streamsize>(bytes.size()));
-  file.close();
-  std::error_code error;
-  if (file) fs::rename(partial, path, error);
-  if (!file || error) {
-    std::error_code ignored;
-    fs::remove(partial, ignored);
-    TORCH_CHECK(false, "can't write ", path.string());
-  }
+  NewFile file(path);
+  file.write(&header, sizeof(header), 0);
+  file.write(bytes.data(), bytes.size(), sizeof(header));
+  file.commit();
 }
 
 }  // namespace braid

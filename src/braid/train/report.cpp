@@ -9,11 +9,10 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "braid/core/check.h"
-#include "braid/train/safetensors.h"
+#include "braid/core/file.h"
 
 namespace braid {
 namespace {
@@ -114,9 +113,6 @@ Report::~Report() { clear_bar(); }
 void Report::open_metrics() {
   const std::string& path = options_.metrics_path;
   std::string kept;
-  std::error_code ignored;
-  BRAID_CHECK(!std::filesystem::is_directory(path, ignored), "can't write ", path,
-              ": it is a folder");
   std::ifstream before(path);
   for (std::string line; std::getline(before, line);) {
     const auto json = nlohmann::json::parse(line, nullptr, false);
@@ -126,7 +122,7 @@ void Report::open_metrics() {
   }
   before.close();
   try {
-    write_file_atomically(path, kept);
+    replace_file(path, kept);
   } catch (const c10::Error& error) {
     BRAID_CHECK(false, error.what_without_backtrace());
   }

@@ -11,6 +11,7 @@
 #include "braid/comm/texts.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
+#include "braid/ops/tuner_file.h"
 #include "braid/train/report.h"
 #include "braid/train/trainer.h"
 #include "braid/train/transformers_config.h"
@@ -137,6 +138,7 @@ class Run {
     report_->finish(num_measured_ > 0
                         ? overlap_by_operation(measured_, num_measured_, serial_, num_serial_)
                         : std::vector<OperationOverlap>{});
+    if (!config_.tuner_file.empty()) tuner::warn_of_unused_pins(config_.tuner_file);
     if (corpus_->is_text() && data_.validation != nullptr && mesh_.world->rank() == 0 &&
         validation_loss_) {
       const NgramLoss tables = ngram_loss(*corpus_, *data_.train, *data_.validation);

@@ -8,15 +8,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "braid/core/check.h"
+#include "braid/core/file.h"
 
 namespace braid {
 namespace {
@@ -75,30 +74,6 @@ class Descriptor {
  private:
   int fd_;
 };
-
-// False with errno set.
-bool write_all(int fd, const void* data, std::uint64_t bytes, std::uint64_t offset) {
-  const char* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const std::size_t piece = std::min<std::uint64_t>(bytes, std::uint64_t{1} << 30);
-    const ssize_t n = ::pwrite(fd, next, piece, static_cast<off_t>(offset));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return false;
-    next += n;
-    offset += static_cast<std::uint64_t>(n);
-    bytes -= static_cast<std::uint64_t>(n);
-  }
-  return true;
-}
-
-// A new file beside `path`; -1 with errno set.
-int open_partial(const std::string& path, std::string& partial) {
-  static std::atomic<int> opened{0};
-  const std::filesystem::path target(path);
-  partial = target.parent_path() /
-            fmt::format(".{}.{}.{}.partial", target.filename().string(), ::getpid(), opened++);
-  return ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
-}
 
 // A value of the header, fit for one line of text.
 std::string shown(const json& value) {
@@ -243,22 +218,13 @@ SafetensorsWriter::SafetensorsWriter(std::string path, std::vector<TensorInfo> t
   text.resize((text.size() + 7) / 8 * 8, ' ');
   for (auto& [name, slot] : slots_) slot.begin += 8 + text.size();
 
-  fd_ = open_partial(path_, partial_);
-  TORCH_CHECK(fd_ >= 0, "can't write ", path_, ": ", system_error());
   const std::uint64_t header_bytes = text.size();
-  if (!write_all(fd_, &header_bytes, 8, 0) || !write_all(fd_, text.data(), text.size(), 8)) {
-    const std::string reason = system_error();
-    ::close(fd_);
-    ::unlink(partial_.c_str());
-    TORCH_CHECK(false, "can't write ", path_, ": ", reason);
-  }
+  file_ = std::make_unique<NewFile>(path_);
+  file_->write(&header_bytes, 8, 0);
+  file_->write(text.data(), text.size(), 8);
 }
 
-SafetensorsWriter::~SafetensorsWriter() {
-  if (fd_ < 0) return;
-  ::close(fd_);
-  ::unlink(partial_.c_str());
-}
+SafetensorsWriter::~SafetensorsWriter() = default;
 
 void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) {
   const auto found = slots_.find(name);
@@ -279,8 +245,7 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) 
   for (std::int64_t row = 0; row < rows.size(0); row += num_rows) {
     const at::Tensor block =
         rows.narrow(0, row, std::min(num_rows, rows.size(0) - row)).contiguous();
-    TORCH_CHECK(write_all(fd_, block.const_data_ptr(), block.nbytes(), begin), "can't write ",
-                path_, ": ", system_error());
+    file_->write(block.const_data_ptr(), block.nbytes(), begin);
     begin += block.nbytes();
   }
   slot.written = true;
@@ -289,31 +254,7 @@ void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) 
 void SafetensorsWriter::commit() {
   for (const auto& [name, slot] : slots_)
     BRAID_CHECK(slot.written, path_, ": tensor ", name, " was not written");
-  TORCH_CHECK(::fsync(fd_) == 0, "can't write ", path_, ": ", system_error());
-  TORCH_CHECK(::rename(partial_.c_str(), path_.c_str()) == 0, "can't write ", path_, ": ",
-              system_error());
-  ::close(std::exchange(fd_, -1));
-  sync_folder(std::filesystem::path(path_).parent_path());
-}
-
-void write_file_atomically(const std::string& path, const std::string& text) {
-  std::string partial;
-  const int fd = open_partial(path, partial);
-  TORCH_CHECK(fd >= 0, "can't write ", path, ": ", system_error());
-  const bool written = write_all(fd, text.data(), text.size(), 0) && ::fsync(fd) == 0 &&
-                       ::rename(partial.c_str(), path.c_str()) == 0;
-  const std::string reason = system_error();
-  ::close(fd);
-  if (!written) ::unlink(partial.c_str());
-  TORCH_CHECK(written, "can't write ", path, ": ", reason);
-  sync_folder(std::filesystem::path(path).parent_path());
-}
-
-void sync_folder(const std::string& path) {
-  const Descriptor fd(
-      ::open(path.empty() ? "." : path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  TORCH_CHECK(fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL), "can't write ", path, ": ",
-              system_error());
+  file_->commit();
 }
 
 }  // namespace braid

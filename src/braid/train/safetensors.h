@@ -11,6 +11,8 @@
 
 namespace braid {
 
+class NewFile;
+
 struct TensorInfo {
   std::string name;
   at::ScalarType dtype = at::kFloat;
@@ -45,18 +47,13 @@ class SafetensorsFile {
   std::map<std::string, std::uint64_t> begins_;  // in the mapping
 };
 
-/// Writes a file that appears under its name, whole and on disk, at commit() and not before.
-/// Dropped without commit (an exception passed), it leaves nothing behind and the file that was
-/// there before as it was.
+/// Writes a file tensor by tensor; as every NewFile (core/file.h) it appears, whole and on disk, at commit().
 class SafetensorsWriter {
  public:
-  /// Errors: c10::Error naming the file and the system's reason; ValueError when a dtype has no
-  /// name in the format.
+  /// Errors: as NewFile's; ValueError when a dtype has no name in the format.
   SafetensorsWriter(std::string path, std::vector<TensorInfo> tensors,
                     std::map<std::string, std::string> metadata = {{"format", "pt"}});
   ~SafetensorsWriter();
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   /// Writes one of the announced tensors, in any order; `value` may be strided.
   /// Errors: as the constructor; ValueError when name, dtype or shape are not as announced, or it
@@ -71,15 +68,9 @@ class SafetensorsWriter {
     std::uint64_t begin = 0;
     bool written = false;
   };
-  std::string path_, partial_;
-  int fd_ = -1;
+  std::string path_;
+  std::unique_ptr<NewFile> file_;
   std::map<std::string, Slot> slots_;
 };
-
-/// Writes a small text file as SafetensorsWriter does: whole or not at all. Errors: c10::Error
-/// naming the file.
-void write_file_atomically(const std::string& path, const std::string& text);
-/// Makes renames in the folder durable. Errors: c10::Error naming the folder.
-void sync_folder(const std::string& path);
 
 }  // namespace braid

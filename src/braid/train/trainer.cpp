@@ -14,6 +14,7 @@
 #include "braid/comm/texts.h"
 #include "braid/core/log.h"
 #include "braid/ops/tuner.h"
+#include "braid/ops/tuner_file.h"
 #include "braid/train/transformers_config.h"
 
 namespace braid {
@@ -128,7 +129,7 @@ void Trainer::share_choices() {
                     all.size()));
   if (config_.tuner_file.empty() || mesh_.world->rank() != 0) return;
   try {
-    tuner::write_choices(config_.tuner_file);
+    tuner::write_choices(config_.tuner_file, tuner::measured());
   } catch (const c10::Error& error) {  // the run itself does not depend on it
     warn(fmt::format("--tuner-file: {}", error.what_without_backtrace()));
   }

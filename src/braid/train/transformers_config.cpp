@@ -47,6 +47,27 @@ void for_each_number(Config& c, const Row& row) {
   row("rotary-base", "rope_theta", c.rotary_base, json(10000.0));
 }
 
+/// Numbers that the flag allows.
+Range range_of(const std::string& flag_name) {
+  for (const auto& group : flag_table())
+    for (const auto& flag : group.flags)
+      if (flag.name == flag_name) return flag.range;
+  TORCH_INTERNAL_ASSERT(false, flag_name);
+}
+
+/// Errors: ValueError where the sizes of heads do not fit each other.
+void check_heads(const TrainConfig& c, bool has_head_dim, const std::string& config_path) {
+  BRAID_CHECK(has_head_dim || c.hidden_size % c.num_attention_heads == 0, config_path,
+              " has num_attention_heads ", c.num_attention_heads,
+              ", which does not divide its hidden_size ", c.hidden_size);
+  BRAID_CHECK(c.num_attention_heads % c.num_query_groups == 0, config_path,
+              " has num_key_value_heads ", c.num_query_groups,
+              ", which does not divide its num_attention_heads ", c.num_attention_heads);
+  BRAID_CHECK(c.kv_channels % 2 == 0, config_path, " has heads of ", c.kv_channels,
+              " features (head_dim, or hidden_size ", c.hidden_size, " / num_attention_heads ",
+              c.num_attention_heads, "), rotary positions need an even number");
+}
+
 bool is_tied(const json& config_json) {
   return config_json.value("tie_word_embeddings", json(false)) == json(true);
 }
@@ -102,7 +123,7 @@ std::map<std::string, std::vector<std::int64_t>> transformers_tensors(const Trai
 TrainConfig model_settings(const json& config_json, const std::string& config_path) {
   const json theirs = checked(config_json, config_path);
   TrainConfig config;
-  const auto read = [&](const char* key, auto& setting, const json& fallback) {
+  const auto read = [&](const char* flag, const char* key, auto& setting, const json& fallback) {
     json value = theirs.value(key, fallback);
     if (value.is_null()) value = fallback;
     const bool is_whole = std::is_integral_v<std::decay_t<decltype(setting)>>;
@@ -110,13 +131,16 @@ TrainConfig model_settings(const json& config_json, const std::string& config_pa
         is_whole ? value.is_number_integer() && value > 0 && value <= INT32_MAX : value.is_number();
     BRAID_CHECK(fits, config_path, " has ", key, " ", value.dump(-1, ' ', true), ", expected a ",
                 is_whole ? "whole number of at least 1" : "number");
+    const Range range = range_of(flag);
+    BRAID_CHECK(range.contains(value.get<double>()), config_path, " has ", key, " ", value.dump(),
+                ", expected ", range.text());
     value.get_to(setting);
   };
-  for_each_number(config, [&](const char*, const char* key, auto& setting, const json& fallback) {
-    read(key, setting, fallback);
-  });
+  for_each_number(config, read);
   if (theirs.contains("max_position_embeddings"))
-    read("max_position_embeddings", config.max_position_embeddings, nullptr);
+    read("max-position-embeddings", "max_position_embeddings", config.max_position_embeddings,
+         nullptr);
+  check_heads(config, theirs.contains("head_dim") && !theirs["head_dim"].is_null(), config_path);
   config.untie_embeddings_and_output_weights = !is_tied(theirs);
   return config;
 }
