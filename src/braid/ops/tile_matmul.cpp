@@ -58,7 +58,8 @@ TileMatmul::TileMatmul(const AnyWeight& weight, bool native) {
 
 void TileMatmul::multiply(const at::Tensor& x, at::Tensor out, bool accumulate,
                           const at::Tensor& bias) const {
-  const trace::Span span(trace::Kind::compute, "matmul");
+  std::optional<trace::Span> span;
+  if (!int8_) span.emplace(trace::Kind::compute, "matmul");  // else its product is one
   const at::ScalarType dtype = out.scalar_type();
   if (!bias.defined()) {
     multiply_plain(x, out, accumulate);
