@@ -147,9 +147,24 @@ at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
                       std::vector<std::int64_t> rows) {
   return start_all_gather(group, x_shard, std::move(rows)).wait();
 }
-std::vector<std::int64_t> all_gather_rows(const Group& group, std::int64_t rows) {
-  const at::Tensor all = all_gather(group, at::tensor({rows}, at::kLong));
-  return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + group.size()};
+std::vector<std::int64_t> all_gather_rows(const Group& group, const at::Tensor& x_shard) {
+  const at::Tensor mine = at::tensor({x_shard.size(0), row_elements(x_shard),
+                                      static_cast<std::int64_t>(x_shard.scalar_type())})
+                              .view({1, 3});
+  const at::Tensor all =
+      all_gather(group, mine, std::vector<std::int64_t>(static_cast<std::size_t>(group.size()), 1));
+  const auto* first = all.const_data_ptr<std::int64_t>();
+  std::vector<std::int64_t> rows;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const auto* theirs = first + 3 * peer;
+    BRAID_CHECK(theirs[1] == first[1], "all_gather: ranks 0 and ", peer, " of group ", group.name(),
+                " disagree in elements a row: ", first[1], " and ", theirs[1]);
+    BRAID_CHECK(theirs[2] == first[2], "all_gather: ranks 0 and ", peer, " of group ", group.name(),
+                " disagree in dtype: ", c10::toString(static_cast<c10::ScalarType>(first[2])),
+                " and ", c10::toString(static_cast<c10::ScalarType>(theirs[2])));
+    rows.push_back(theirs[0]);
+  }
+  return rows;
 }
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, std::vector<std::int64_t> rows) {
   return start_reduce_scatter(group, x, std::move(rows)).wait();

@@ -86,8 +86,9 @@ at::Tensor reduce_scatter(const Group& group, const at::Tensor& x,
                           std::vector<std::int64_t> rows = {});
 at::Tensor all_reduce(const Group& group, const at::Tensor& x, ReduceOp op = ReduceOp::sum,
                       at::Tensor out = {});
-/// The rows that each rank gives, by rank.
-std::vector<std::int64_t> all_gather_rows(const Group& group, std::int64_t rows);
+/// The rows of each rank's shard, by rank. Errors: ValueError, the same on all ranks, when the shards' other dims or
+/// dtypes differ.
+std::vector<std::int64_t> all_gather_rows(const Group& group, const at::Tensor& x_shard);
 /// Every rank gets rank `root`'s x; x of the others gives shape and dtype.
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
 /// Returns once every rank has entered.

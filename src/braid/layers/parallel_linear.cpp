@@ -128,7 +128,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
       y = multiply_whole(rows, weight, bias);
     } else {
       const auto& counts = saved->rows =
-          options.rows.empty() ? all_gather_rows(*options.group, rows.size(0)) : options.rows;
+          options.rows.empty() ? all_gather_rows(*options.group, rows) : options.rows;
       if (options.keep_gathered && needs_dw) {
         std::tie(y, rows) = gathered(options, rows, weight, bias, counts);
         saved->x_is_gathered = true;

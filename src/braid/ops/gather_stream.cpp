@@ -71,7 +71,7 @@ class ChunkGather final : public GatherStream {
   ChunkGather(const Group& group, const at::Tensor& x_shard, int num_chunks,
               std::vector<std::int64_t> rows)
       : group_(group), x_(x_shard), rows_(std::move(rows)) {
-    if (rows_.empty()) rows_ = all_gather_rows(group, x_.size(0));
+    if (rows_.empty()) rows_ = all_gather_rows(group, x_);
     const int num_parts = useful_chunks(num_chunks, rows_);
     for (const std::int64_t n : rows_) parts_.push_back(split_rows(n, num_parts));
     start_next();

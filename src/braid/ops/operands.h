@@ -66,7 +66,7 @@ inline std::int64_t total(const std::vector<std::int64_t>& rows) {
 inline void learn_rows(const Group& group, const at::Tensor& x_shard, const MatmulOptions& options,
                        std::vector<std::int64_t>& rows) {
   if (group.size() > 1 && options.mode == Mode::automatic && rows.empty())
-    rows = all_gather_rows(group, x_shard.size(0));
+    rows = all_gather_rows(group, x_shard);
 }
 
 /// How a gathering operation runs; fills in rows as learn_rows.
