@@ -32,10 +32,15 @@ byte sum[RANKS * SLOTS];              // the owner's rows: in the first partial'
     assert(place(p, _pid) == sequence);                   \
     posted_by(_pid, p, sequence) = sequence               \
   }
+#ifdef RING
+#define complete added(RANKS)
+#else
+#define complete sequence
+#endif
 #define wait_partial(p) posted_by(p, _pid, sequence) >= sequence
 #define begin_partial(p) assert(place(_pid, p) == sequence)
-#define wait_sum(p) atomic { result[entry(p, sequence)] >= sequence; assert(sum_of(p) == sequence) }
-#define end_sum(p) assert(sum_of(p) == sequence)
+#define wait_sum(p) atomic { result[entry(p, sequence)] >= sequence; assert(sum_of(p) == complete) }
+#define end_sum(p) assert(sum_of(p) == complete)
 
 active [RANKS] proctype rank() {
   byte sequence, slot;
@@ -56,12 +61,15 @@ active [RANKS] proctype rank() {
 #ifndef FAULT_POST_BEFORE_AGREE
      all(started);
 #endif
+#ifdef RING
+     add_all;
+#else
      for_each_peer(write);
-     // own_sum()
 #ifndef FAULT_PARTIALS_NOT_WAITED_FOR
      for_each_peer(wait_partial);
 #endif
-     atomic { for_each_peer(begin_partial); sum_of(_pid) = sequence };
+     atomic { for_each_peer(begin_partial); sum_of(_pid) = complete };
+#endif
      result[entry(_pid, sequence)] = sequence;
      // finish()
      for_each_peer(wait_sum);
