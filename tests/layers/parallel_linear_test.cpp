@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/layers/support.h"
+#include "tests/support/poison.h"
 
 namespace braid::test {
 namespace {
@@ -18,6 +19,7 @@ struct Case {
   int num_ranks = 1;
   bool sequence_parallel = false;
   Mode mode = Mode::serial;
+  bool ring = false;
   bool keep_gathered = false;
   bool needs_dx = true, needs_dw = true, bias = true, needs_db = true, main_grad = false;
   bool uneven = false;  // rows of the ranks that split_rows would not give
@@ -25,8 +27,8 @@ struct Case {
 
   std::string name() const {
     return "ranks " + std::to_string(num_ranks) + " sp " + std::to_string(sequence_parallel) +
-           " mode " + std::to_string(static_cast<int>(mode)) + " keep " +
-           std::to_string(keep_gathered) + " dx " + std::to_string(needs_dx) + " dw " +
+           " mode " + std::to_string(static_cast<int>(mode)) + " ring " + std::to_string(ring) +
+           " keep " + std::to_string(keep_gathered) + " dx " + std::to_string(needs_dx) + " dw " +
            std::to_string(needs_dw) + " bias " + std::to_string(bias) + " main_grad " +
            std::to_string(main_grad) + " uneven " + std::to_string(uneven) + " t " +
            std::to_string(t);
@@ -76,13 +78,15 @@ void check_rank(const Case& c, const std::shared_ptr<Group>& group, const Whole&
 
   const auto x = leaf(x_part(whole.x), c.needs_dx), w = leaf(w_part(whole.w), c.needs_dw);
   const auto b = c.bias ? leaf(b_part(whole.b), c.needs_db) : at::Tensor();
-  LinearOptions options{group, c.sequence_parallel, {c.mode, 3}, c.keep_gathered, {}, {}};
+  LinearOptions options{group, c.sequence_parallel, {c.mode, 3, c.ring}, c.keep_gathered, {}, {}};
   if (c.sequence_parallel && (c.uneven || c.needs_dx)) options.rows = counts;
   const auto before = at::full(w.sizes(), 0.5);
   if (c.main_grad) options.main_grad = before.clone();
 
+  poison(*group);
   const auto y = (column ? column_parallel_linear : row_parallel_linear)(x, w, b, options);
   expect_close(y, y_part(whole.y), kTolerance, c.name() + " y");
+  poison(*group);
   if (y.requires_grad()) (y * y_part(whole.g)).sum().backward();
   if (c.needs_dx) {
     expect_close(x.grad(), x_part(whole.x.grad()), kTolerance, c.name() + " dX");
@@ -103,15 +107,20 @@ void check_rank(const Case& c, const std::shared_ptr<Group>& group, const Whole&
   }
 }
 
-void check(const std::vector<Case>& cases, bool column) {
-  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+/// Slots and new tensors hold NaN, so that an element that nobody wrote shows.
+void check(const std::vector<Case>& cases, const std::vector<int>& ranks, bool column) {
+  at::globalContext().setDeterministicAlgorithms(true, true);
+  for (const int num_ranks : ranks) {
     run_ranks(num_ranks, [&](const std::shared_ptr<Group>& group) {
+      ASSERT_TRUE(at::empty({3}).isnan().all().item<bool>());
       for (Case c : cases) {
         c.num_ranks = num_ranks;
         check_rank(c, group, Whole(c), column);
       }
     });
   }
+  at::globalContext().setDeterministicAlgorithms(false, false);
+  EXPECT_EQ(num_dropped_pending, 0);
 }
 
 std::vector<Case> all_cases() {
@@ -154,13 +163,36 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-TEST(ColumnParallelLinear, EqualsTheWholeLayer) {
-  check(all_cases(), true);
-  EXPECT_EQ(num_dropped_pending, 0);
+/// Rows in every split: even, of split_rows, of one's own choice; fewer than ranks, none at all.
+std::vector<Case> cases_of_many_ranks() {
+  std::vector<Case> cases;
+  for (const auto& [mode, ring] : {std::pair(Mode::serial, false), std::pair(Mode::chunked, false),
+                                   std::pair(Mode::fused, false), std::pair(Mode::fused, true)}) {
+    for (const int bits : {0, 1, 2, 3, 4, 5, 6, 7}) {
+      Case c;
+      c.mode = mode;
+      c.ring = ring;
+      c.sequence_parallel = (bits & 1) != 0;
+      c.main_grad = (bits & 2) != 0;
+      c.keep_gathered = c.sequence_parallel && (bits & 4) != 0;
+      for (const std::int64_t t : {0, 3, 13, 40}) {
+        c.t = t;
+        c.uneven = false;
+        cases.push_back(c);
+        c.uneven = true;
+        if (c.sequence_parallel) cases.push_back(c);
+      }
+    }
+  }
+  return cases;
 }
-TEST(RowParallelLinear, EqualsTheWholeLayer) {
-  check(all_cases(), false);
-  EXPECT_EQ(num_dropped_pending, 0);
+
+class ParallelLinearOfRanks : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Layers, ParallelLinearOfRanks, testing::Bool(),
+                         [](const auto& column) { return column.param ? "Column" : "Row"; });
+TEST_P(ParallelLinearOfRanks, EqualsTheWholeLayer) { check(all_cases(), {1, 2, 3, 4}, GetParam()); }
+TEST_P(ParallelLinearOfRanks, EqualsTheWholeLayerOnFiveAndEight) {
+  check(cases_of_many_ranks(), {5, 8}, GetParam());
 }
 
 /// Gradients that come as a broadcast (sum) or transposed, and inputs that are strided, of three dims.

@@ -4,16 +4,17 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
-
 #include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
 #include "braid/ops/reference.h"
+#include "tests/support/poison.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
 namespace {
 
+using test::poison;
+using test::poisoned;
 using test::rank_integers;
 using test::rank_values;
 using test::run_ranks;
@@ -52,25 +53,6 @@ std::vector<Case> cases() {
     result.push_back({"chunked 2", size, {Mode::chunked, 2}, false});
   }
   return result;
-}
-
-/// Fills the slots of this rank with NaN (all bits set, in every dtype).
-void poison(const Group& group) {
-  if (group.memory() == nullptr) return;
-  constexpr std::size_t kBytes = 64 << 10;
-  std::vector<SharedMemory::Lease> leases;
-  while (group.memory()->num_in_flight() < SharedMemory::kInFlight) {
-    Header header;
-    std::strcpy(header.op, "poison");
-    leases.push_back(group.memory()->start(header, kBytes));
-    std::memset(leases.back().slot(group.rank()), 0xff, kBytes);
-  }
-}
-
-/// The group, for an operation that finds NaN in its slot whatever ran before.
-const Group& poisoned(const Group& group) {
-  poison(group);
-  return group;
 }
 
 /// Slots and new tensors hold NaN, so that an element that nobody wrote shows.
@@ -349,49 +331,6 @@ TEST_P(CollectiveMatmul, WeightGradients) {
     }
   });
   EXPECT_EQ(num_dropped_pending, 0);
-}
-
-TEST(CollectiveMatmulErrors, CallersMistakesComeBeforeAnyMessage) {
-  run_ranks(2, [&](const auto& group) {
-    if (group->rank() == 1) return;  // alone: a message would wait
-    const at::Tensor x = at::ones({4, 3});
-    EXPECT_THROW((void)all_gather_matmul(*group, x, at::ones({5, 4})), c10::ValueError);
-    EXPECT_THROW((void)matmul_all_reduce(*group, x, at::ones({5, 3}, at::kBFloat16)),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), at::ones({4})),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_all_reduce(*group, at::ones({3}), at::ones({5, 3})), c10::ValueError);
-    EXPECT_THROW((void)matmul_all_reduce(*group, x, at::ones({5, 3}), {}, {Mode::chunked, 0}),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_all_reduce(*group, x, at::ones({5, 3}), at::ones({5}, at::kHalf)),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {1, 2}),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {4}),
-                 c10::ValueError);
-    EXPECT_THROW((void)matmul_reduce_scatter(*group, x, at::ones({5, 3}), {}, {}, {5, -1}),
-                 c10::ValueError);
-    const Int8Weight int8 = quantize_weight(at::ones({5, 3}));
-    EXPECT_THROW((void)matmul_all_reduce(*group, at::ones({4, 2}), int8), c10::ValueError);
-    EXPECT_THROW((void)matmul_all_reduce(*group, x.to(at::kDouble), int8), c10::ValueError);
-  });
-}
-
-TEST(CollectiveMatmulErrors, DisagreementIsTheSameErrorOnEveryRank) {
-  run_ranks(3, [&](const auto& group) {
-    const std::int64_t n = group->rank() == 1 ? 6 : 5;
-    try {
-      (void)matmul_all_reduce(*group, at::ones({4, 3}), at::ones({n, 3}), {}, {Mode::fused});
-      ADD_FAILURE() << "no error";
-    } catch (const c10::ValueError& error) {
-      EXPECT_NE(std::string(error.what()).find("ranks 0 and 1"), std::string::npos);
-      EXPECT_NE(std::string(error.what()).find("5 and 6"), std::string::npos);
-    }
-    EXPECT_EQ(matmul_all_reduce(*group, at::ones({4, 3}), at::ones({5, 3}), {}, {Mode::fused})
-                  .max()
-                  .template item<float>(),
-              9);
-  });
 }
 
 }  // namespace
