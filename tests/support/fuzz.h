@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "braid/comm/collectives.h"
+#include "braid/comm/sums.h"
 #include "braid/ops/collective_matmul.h"
 #include "braid/ops/tuner.h"
 #include "tests/support/ranks.h"
@@ -176,9 +177,9 @@ class Fuzz {
 
   Started start() {
     const Group& group = *groups_[static_cast<std::size_t>(draw(0, 1))];
-    constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kDouble};
-    const at::ScalarType dtype = kDtypes[draw(0, 2)];
-    const int kind = draw(0, 11);
+    constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+    const at::ScalarType dtype = kDtypes[draw(0, 3)];
+    const int kind = draw(0, 12);
     is_large_ =
         draw(0, 4) == 0;  // above what is reduced in one shot, and what is copied out of a slot
     Started started =
@@ -286,26 +287,73 @@ class Fuzz {
       case 10: {
         const at::Tensor x_full = cat_of(shard);
         const at::Tensor dy = values(rank_, {x_full.size(0), n}, dtype, 2);
-        at::Tensor dw = at::empty({n, k}, dtype == at::kBFloat16 ? at::kFloat : dtype);
-        auto pending = std::make_shared<Pending<void>>(
-            start_all_gather_wgrad(group, dy, shard(rank_), dw, false, options, given()));
-        return {Pending<at::Tensor>([pending, dw] {
+        const Gradient dw = draw_gradient({n, k}, dtype, product(dy.t(), x_full.t()));
+        auto pending = std::make_shared<Pending<void>>(start_all_gather_wgrad(
+            group, dy, shard(rank_), dw.into, dw.accumulates, options, given()));
+        return {Pending<at::Tensor>([pending, into = dw.into] {
                   pending->wait();
-                  return dw;
+                  return into;
                 }),
-                product(dy.t(), x_full.t()).to(dw.scalar_type()), "all_gather_wgrad"};
+                dw.expected, "all_gather_wgrad"};
       }
+      case 11:
+        return start_int8_all_reduce(group, m, n, dtype == at::kDouble ? at::kFloat : dtype,
+                                     options);
       default: {
         const at::Tensor dy = cat_of(shard), w = values(rank_, {k, n}, dtype, 1),
                          x = values(rank_, {dy.size(0), n}, dtype, 2);
-        at::Tensor dw = at::empty({k, n}, dtype == at::kBFloat16 ? at::kFloat : dtype);
-        const at::Tensor dx = all_gather_matmul_backward(group, shard(rank_), w, x, true, dw, false,
-                                                         {}, options, given());
-        EXPECT_TRUE(at::equal(dw, product(dy.t(), x.t()).to(dw.scalar_type())))
-            << "dw in step " << step_;
-        return {done(dx), product(dy, w.t()).to(dtype), "all_gather_matmul_backward"};
+        const bool need_dx = draw(0, 3) != 0, need_dw = draw(0, 3) != 0, need_db = draw(0, 1) == 0;
+        const Gradient dw = draw_gradient({k, n}, dtype, product(dy.t(), x.t()));
+        const at::Tensor db = values(rank_, {k}, dtype, 3),
+                         db_sum = (dy.to(at::kDouble).sum(0) + db).to(dtype);
+        const at::Tensor dx = all_gather_matmul_backward(
+            group, shard(rank_), w, x, need_dx, need_dw ? dw.into : at::Tensor(), dw.accumulates,
+            need_db ? db : at::Tensor(), options, given());
+        EXPECT_TRUE(!need_dw || at::equal(dw.into, dw.expected)) << "dw in step " << step_;
+        EXPECT_TRUE(!need_db || at::equal(db, db_sum)) << "db in step " << step_;
+        EXPECT_EQ(dx.defined(), need_dx);
+        return {done(need_dx ? dx : dw.into), need_dx ? product(dy, w.t()).to(dtype) : dw.into,
+                "all_gather_matmul_backward"};
       }
     }
+  }
+
+  /// A weight gradient's place, in the dtype of sums or of the operands, and what it must be then.
+  struct Gradient {
+    at::Tensor into, expected;
+    bool accumulates;
+  };
+  Gradient draw_gradient(const Shape& shape, at::ScalarType dtype, const at::Tensor& sum) {
+    if (draw(0, 1) == 0) dtype = sum_dtype(dtype);
+    const at::Tensor before = values(rank_, shape, dtype, 4).contiguous();
+    const bool accumulates = draw(0, 1) == 0;
+    return {before, (accumulates ? sum + before : sum).to(dtype), accumulates};
+  }
+
+  /// Scales, of the tensor, of channels or of pairs of columns, are powers of two: all products are exact.
+  Started start_int8_all_reduce(const Group& group, std::int64_t m, std::int64_t n,
+                                at::ScalarType dtype, const MatmulOptions& options) {
+    const std::int64_t k = draw(1, 4), granularity = draw(0, 2);
+    const Shape shape = granularity == 0   ? Shape{1}
+                        : granularity == 1 ? Shape{n}
+                                           : Shape{n, (k + 1) / 2};
+    const bool has_zero_points = draw(0, 1) == 0, bias = dtype != at::kBFloat16 && draw(0, 1) == 0;
+    const auto small = [&](int rank, const Shape& of, int most, int salt) {
+      return rank_integers(rank + 5 * step_ + salt, of).clamp(-most, most);
+    };
+    const auto w_of = [&](int rank) {
+      return Int8Weight(small(rank, {n, k}, 2, 1).to(at::kChar), small(rank, shape, 1, 2).exp2(),
+                        has_zero_points ? small(rank, shape, 1, 3) : at::Tensor(),
+                        granularity == 2 ? 2 : 0);
+    };
+    const auto x_of = [&](int rank) { return values(rank, {m, k}, dtype); };
+    at::Tensor sum = sum_of([&](int rank) {
+      return x_of(rank).to(at::kDouble).mm(w_of(rank).dequantize(at::kDouble).t());
+    });
+    const at::Tensor b = bias ? values(0, {n}, dtype, 9) : at::Tensor();
+    if (bias) sum = sum + b;
+    return {start_matmul_all_reduce(group, x_of(rank_), w_of(rank_), b, options), sum.to(dtype),
+            "matmul_all_reduce, int8"};
   }
 
   std::array<const Group*, 2> groups_;
