@@ -3,6 +3,7 @@
 
 #include "braid/comm/collectives.h"
 #include "braid/comm/shared_memory.h"
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -179,6 +180,29 @@ TEST(Disagreement, EarliestOfSeveralIsTheErrorOfAll) {
       {5s, true});
   EXPECT_THAT(texts[0], HasSubstr("reduce_scatter: ranks 0 and 1 of group"));
   EXPECT_EQ(texts[0], texts[1]);
+}
+
+TEST(Disagreement, InTheSizeOfAGroupIsAnErrorOnEveryRankAndOtherGroupsWorkOn) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const int other : {2, 4}) {
+    for (const bool shared_memory : {true, false}) {
+      const auto before = std::chrono::steady_clock::now();
+      test::run_ranks(
+          3,
+          [&](const auto& group) {
+            const std::string name = fmt::format("odd {} {}", other, shared_memory);
+            EXPECT_THAT(test::value_error([&] {
+                          (void)Group::create(store, name, group->rank(),
+                                              group->rank() == 1 ? other : 3, {20s, shared_memory});
+                        }),
+                        testing::AllOf(HasSubstr("disagree in its size"), HasSubstr("3"),
+                                       HasSubstr(std::to_string(other))));
+            EXPECT_EQ(all_reduce(*group, at::ones({2})).sum().template item<float>(), 6);
+          },
+          {20s, true});
+      EXPECT_LT(std::chrono::steady_clock::now() - before, 10s);  // no time-out
+    }
+  }
 }
 
 }  // namespace

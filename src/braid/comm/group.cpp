@@ -11,6 +11,29 @@
 #include "braid/core/check.h"
 
 namespace braid {
+namespace {
+
+/// Errors: ValueError when a rank of the group takes it to be of another size.
+void check_sizes(c10d::Store& store, const std::string& name, int rank, int size) {
+  const auto key = [](int of) { return fmt::format("size/{}", of); };
+  int peer = rank;
+  std::string theirs = std::to_string(size);
+  const std::string mine = theirs;
+  try {
+    store.set(key(rank), mine);
+    for (peer = 0; peer < size && theirs == mine; ++peer) theirs = store.get_to_str(key(peer));
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    C10_THROW_ERROR(
+        DistBackendError,
+        fmt::format("group {} rank {}: rank {} did not come to make the group: {}", name, rank,
+                    peer, known != nullptr ? known->what_without_backtrace() : error.what()));
+  }
+  BRAID_CHECK(theirs == mine, "group ", name, ": ranks ", rank, " and ", peer - 1,
+              " disagree in its size: ", mine, " and ", theirs);
+}
+
+}  // namespace
 
 std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& store,
                                      const std::string& name, int rank, int size,
@@ -25,6 +48,7 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   if (size == 1) return group;
   group->store_ = c10::make_intrusive<c10d::PrefixStore>(name, store);
   group->store_->setTimeout(options.timeout);
+  check_sizes(*group->store_, name, rank, size);
   if (options.shared_memory)
     group->memory_ = SharedMemory::create(group->store_, name, rank, size, options.timeout);
   return group;

@@ -27,8 +27,8 @@ struct GroupOptions {
 class Group {
  public:
   /// Makes the group. Collective: every rank with the same name, size and options; names are used
-  /// once per store. Errors: ValueError on a rank outside 0..size-1; DistBackendError when a peer
-  /// does not come within the time-out.
+  /// once per store. Errors: ValueError on a rank outside 0..size-1, or when a rank says another size;
+  /// DistBackendError when a peer does not come within the time-out.
   static std::shared_ptr<Group> create(const c10::intrusive_ptr<c10d::Store>& store,
                                        const std::string& name, int rank, int size,
                                        GroupOptions options = {});
