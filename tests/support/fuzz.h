@@ -252,7 +252,7 @@ class Fuzz {
     const std::int64_t k = draw(1, 4), n = draw_columns();
     const std::int64_t m = draw_rows();
     const Shape rows = draw_rows_of_ranks();
-    const bool bias = dtype != at::kBFloat16 && draw(0, 1) == 0;
+    const bool bias = draw(0, 1) == 0;
     const at::Tensor b = bias ? values(0, {n}, dtype, 9) : at::Tensor();
     const auto with_bias = [&](const at::Tensor& y) { return (bias ? y + b : y).to(dtype); };
     const auto shard = [&](int rank) {
@@ -337,7 +337,7 @@ class Fuzz {
     const Shape shape = granularity == 0   ? Shape{1}
                         : granularity == 1 ? Shape{n}
                                            : Shape{n, (k + 1) / 2};
-    const bool has_zero_points = draw(0, 1) == 0, bias = dtype != at::kBFloat16 && draw(0, 1) == 0;
+    const bool has_zero_points = draw(0, 1) == 0, bias = draw(0, 1) == 0;
     const auto small = [&](int rank, const Shape& of, int most, int salt) {
       return rank_integers(rank + 5 * step_ + salt, of).clamp(-most, most);
     };
