@@ -56,6 +56,8 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
 
 /// What is timed at once takes about this long or longer, seconds.
 constexpr double kShortest = 20e-3;
+/// A plan this much slower than the best one at the first look is not timed further.
+constexpr double kHopeless = 2;
 
 MatmulOptions options_of(const Plan& plan) {
   MatmulOptions options;
@@ -226,13 +228,26 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   candidates.push_back({"comm_p2p", [&] { communicate(gloo); }});
   if (even) candidates.push_back({"comm_gloo", c10d_alone});
 
-  double once = 0;
   const double gemm_alone = time_interleaved(group, {candidates[0]}, 3)[0];
-  for (const double s : time_interleaved(group, candidates, 1)) once += s;
+  // Hopeless plans are timed once: they would take most of the time.
+  std::vector<double> times = time_interleaved(group, candidates, 1);
+  const double best =
+      *std::min_element(times.begin() + static_cast<std::ptrdiff_t>(first_plan),
+                        times.begin() + static_cast<std::ptrdiff_t>(first_communication));
+  std::vector<Candidate> contenders;
+  std::vector<std::size_t> places;
+  double once = 0;
+  for (std::size_t i = 0; i < candidates.size(); ++i) {
+    if (i >= first_plan && i < first_communication && times[i] > kHopeless * best) continue;
+    contenders.push_back(candidates[i]);
+    places.push_back(i);
+    once += times[i];
+  }
   const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 100.0)));
   constexpr double kCaseSeconds = 8;
   rounds = std::min(rounds, std::max(5, static_cast<int>(kCaseSeconds / (once * calls))));
-  const std::vector<double> times = time_interleaved(group, candidates, rounds, calls);
+  const std::vector<double> medians = time_interleaved(group, contenders, rounds, calls);
+  for (std::size_t i = 0; i < places.size(); ++i) times[places[i]] = medians[i];
   result.gemm = times[0];
   result.automatic = times[1];
   result.auto_again = times[2];

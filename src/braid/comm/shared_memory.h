@@ -18,12 +18,13 @@
 // vain, writes it into its own region; everyone looks there before it reports. Sleepers also write
 // whom they wait for, so that a time-out names the end of the chain and not a neighbour.
 //
-// NOTE [disagreement]. Headers that differ, or by which a rank says that it can't take part, are the same ValueError on every rank. Ranks that cut the
-// same work differently may have started different numbers of operations by then: all tell theirs in
-// the entry of the operation that failed, from whatever they wait in, and go on from the largest. All
-// operations up to there are over: who is in one, or comes to one, meets the same error, and nobody
-// starts another in between. Of several disagreements at once the earliest counts. So the group stays
-// usable, provided that all ranks go on from the same point of their program.
+// NOTE [disagreement]. Headers that differ, or by which a rank says that it can't take part, are the
+// same ValueError on every rank. Ranks that cut the same work differently may have started different
+// numbers of operations by then: all tell theirs in the entry of the operation that failed, from
+// whatever they wait in, and go on from the largest. All operations up to there are over: who is in
+// one, or comes to one, meets the same error, and nobody starts another in between. Of several
+// disagreements at once the earliest counts. So the group stays usable, provided that all ranks go on
+// from the same point of their program.
 #pragma once
 
 #include <c10/util/hash.h>
