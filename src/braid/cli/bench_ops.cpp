@@ -10,6 +10,7 @@
 #include "braid/cli/bench.h"
 #include "braid/cli/output.h"
 #include "braid/comm/collectives.h"
+#include "braid/comm/shared_memory.h"
 #include "braid/comm/timing.h"
 #include "braid/core/check.h"
 #include "braid/ops/collective_matmul.h"
@@ -56,8 +57,8 @@ at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
 
 /// What is timed at once takes about this long or longer, seconds.
 constexpr double kShortest = 20e-3;
-/// A plan this much slower than the best one at the first look is not timed further.
-constexpr double kHopeless = 2;
+/// A plan this much slower than the best one at the first look is not timed further, if even that takes long.
+constexpr double kHopeless = 2, kLong = 50e-3;
 
 MatmulOptions options_of(const Plan& plan) {
   MatmulOptions options;
@@ -87,6 +88,7 @@ struct OpTimes {
       serial_gloo;  // serial_gloo: braid's over p2p where rows are uneven
   std::vector<Way> plans, communication;
   std::string auto_mode;
+  std::size_t shared_memory_bytes;  // of this rank, up to here
 
   const Way& best(const char* prefix) const {
     const Way* best = nullptr;
@@ -115,6 +117,7 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
                       {"best_mode", t.best("").name}};
   for (const Way& way : t.plans) line["plans_s"][way.name] = way.s;
   for (const Way& way : t.communication) line[way.name + "_s"] = way.s;
+  line["shared_memory_bytes"] = t.shared_memory_bytes;
   return line;
 }
 
@@ -229,7 +232,6 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   if (even) candidates.push_back({"comm_gloo", c10d_alone});
 
   const double gemm_alone = time_interleaved(group, {candidates[0]}, 3)[0];
-  // Hopeless plans are timed once: they would take most of the time.
   std::vector<double> times = time_interleaved(group, candidates, 1);
   const double best =
       *std::min_element(times.begin() + static_cast<std::ptrdiff_t>(first_plan),
@@ -238,16 +240,18 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   std::vector<std::size_t> places;
   double once = 0;
   for (std::size_t i = 0; i < candidates.size(); ++i) {
-    if (i >= first_plan && i < first_communication && times[i] > kHopeless * best) continue;
+    const bool is_plan = i >= first_plan && i < first_communication;
+    if (is_plan && best > kLong && times[i] > kHopeless * best) continue;
     contenders.push_back(candidates[i]);
     places.push_back(i);
     once += times[i];
   }
-  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 100.0)));
-  constexpr double kCaseSeconds = 8;
+  const int calls = static_cast<int>(std::ceil(std::min(kShortest / gemm_alone, 50.0)));
+  constexpr double kCaseSeconds = 5;
   rounds = std::min(rounds, std::max(5, static_cast<int>(kCaseSeconds / (once * calls))));
   const std::vector<double> medians = time_interleaved(group, contenders, rounds, calls);
   for (std::size_t i = 0; i < places.size(); ++i) times[places[i]] = medians[i];
+  if (group.memory() != nullptr) result.shared_memory_bytes = group.memory()->bytes();
   result.gemm = times[0];
   result.automatic = times[1];
   result.auto_again = times[2];

@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <numeric>
+#include <set>
+
+#include "braid/comm/shared_memory.h"
 #include "braid/core/check.h"
 
 namespace braid {
@@ -20,6 +24,14 @@ Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world
   mesh.dp = tp == 1 ? mesh.world
                     : Group::create(store, fmt::format("dp{}", rank % tp), rank / tp, dp, options);
   return mesh;
+}
+
+std::size_t Mesh::shared_memory_bytes() const {
+  std::set<SharedMemory*> all;  // groups may be one
+  for (const auto& group : {world, tp, dp})
+    if (group->memory() != nullptr) all.insert(group->memory());
+  return std::transform_reduce(all.begin(), all.end(), std::size_t{0}, std::plus<>(),
+                               [](const SharedMemory* memory) { return memory->bytes(); });
 }
 
 }  // namespace braid

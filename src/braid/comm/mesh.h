@@ -9,6 +9,9 @@ namespace braid {
 
 struct Mesh {
   std::shared_ptr<Group> world, tp, dp;
+
+  /// Bytes of shared memory that this rank's groups have needed at most.
+  std::size_t shared_memory_bytes() const;
 };
 
 /// Makes the groups. Collective over all ranks; tp must divide world_size.

@@ -13,7 +13,7 @@
 namespace braid {
 namespace {
 
-std::string default_text(const Flag& flag) {
+std::string default_text(const ConfigFlag& flag) {
   if (flag.required) return "required";
   if (!flag.unset.empty()) return flag.unset;
   return text_of(flag, TrainConfig{});
@@ -21,7 +21,7 @@ std::string default_text(const Flag& flag) {
 
 }  // namespace
 
-std::string Flag::key() const {
+std::string ConfigFlag::key() const {
   std::string key = name;
   std::replace(key.begin(), key.end(), '-', '_');
   return key;
@@ -34,7 +34,7 @@ std::string Range::text() const {
   return text.empty() ? "finite" : text;
 }
 
-std::string text_of(const Flag& flag, const TrainConfig& config) {
+std::string text_of(const ConfigFlag& flag, const TrainConfig& config) {
   return std::visit(
       [&](auto field) -> std::string {
         using T = std::decay_t<decltype(config.*field)>;
@@ -46,7 +46,7 @@ std::string text_of(const Flag& flag, const TrainConfig& config) {
       flag.field);
 }
 
-std::string value_text(const Flag& flag) {
+std::string value_text(const ConfigFlag& flag) {
   return flag.choices.empty() ? flag.value : fmt::format("{{{}}}", fmt::join(flag.choices, ","));
 }
 

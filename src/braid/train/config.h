@@ -95,7 +95,7 @@ struct Range {
 };
 
 /// One row of the table.
-struct Flag {
+struct ConfigFlag {
   using Field = std::variant<bool TrainConfig::*, std::int64_t TrainConfig::*,
                              double TrainConfig::*, std::string TrainConfig::*>;
   std::string name;  // with dashes
@@ -117,13 +117,13 @@ struct Flag {
 };
 
 /// The field's value in `config`, as written after the flag; "on" or "off" for a switch.
-std::string text_of(const Flag& flag, const TrainConfig& config);
+std::string text_of(const ConfigFlag& flag, const TrainConfig& config);
 /// What is written after the flag: "N", "{a,b}"; empty for a switch.
-std::string value_text(const Flag& flag);
+std::string value_text(const ConfigFlag& flag);
 
 struct FlagGroup {
   std::string title;
-  std::vector<Flag> flags;
+  std::vector<ConfigFlag> flags;
 };
 
 /// The table, in the order in which it is shown.

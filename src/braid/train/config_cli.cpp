@@ -9,7 +9,7 @@
 namespace braid {
 namespace {
 
-void set_from_text(const Flag& flag, TrainConfig& config, const std::string& text) {
+void set_from_text(const ConfigFlag& flag, TrainConfig& config, const std::string& text) {
   std::visit(
       [&](auto field) {
         using T = std::decay_t<decltype(config.*field)>;
@@ -26,7 +26,7 @@ void set_from_text(const Flag& flag, TrainConfig& config, const std::string& tex
       flag.field);
 }
 
-void add_flag(CLI::App& app, TrainConfig& config, const Flag& flag, const std::string& group) {
+void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag, const std::string& group) {
   std::string names = "--" + flag.name;
   for (const auto& alias : flag.aliases) names += ",--" + alias;
   CLI::Option* option = nullptr;

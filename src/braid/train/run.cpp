@@ -138,6 +138,8 @@ class Run {
     report_->finish(num_measured_ > 0
                         ? overlap_by_operation(measured_, num_measured_, serial_, num_serial_)
                         : std::vector<OperationOverlap>{});
+    if (const std::size_t bytes = mesh_.shared_memory_bytes(); bytes > 0)
+      report_->note(fmt::format("shared memory: {} bytes a rank", bytes));
     if (!config_.tuner_file.empty()) tuner::warn_of_unused_pins(config_.tuner_file);
     if (corpus_->is_text() && data_.validation != nullptr && mesh_.world->rank() == 0 &&
         validation_loss_) {
