@@ -26,7 +26,8 @@ void set_from_text(const ConfigFlag& flag, TrainConfig& config, const std::strin
       flag.field);
 }
 
-void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag, const std::string& group) {
+void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag,
+              const std::string& group) {
   std::string names = "--" + flag.name;
   for (const auto& alias : flag.aliases) names += ",--" + alias;
   CLI::Option* option = nullptr;
