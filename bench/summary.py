@@ -13,16 +13,23 @@ def table(head, rows):
     print()
 
 
-def ops_table(cases):
-    """Times as multiples of the matmul alone, uncut, on every rank at once."""
-    modes = {"auto": "auto", "fused": "fused", "serial, shared memory": "serial_shm",
-             "serial, Gloo": "serial_gloo"}
-    rows = []
+MODES = {"serial, Gloo": "serial_gloo", "serial, shared memory": "serial_shm", "fused": "fused", "auto": "auto"}
+
+
+def ratios(cases):
+    """Geometric means of the modes' times as multiples of the matmul alone, uncut, on every rank at once."""
+    return [f"{statistics.geometric_mean(case[mode + '_s'] / case['gemm_s'] for case in cases):.2f}" for mode in MODES.values()]
+
+
+def ops_tables(cases):
+    """By operation, type and rows the means over all weights; then every case."""
+    groups = {}
     for case in cases:
-        ratios = [f"{case[mode + '_s'] / case['gemm_s']:.2f}" for mode in modes.values()]
-        rows.append([case["op"], case["dtype"], *(str(case[size]) for size in "mnk"), f"{1e3 * case['gemm_s']:.3f}", *ratios,
-                     case["auto_mode"]])
-    table(["op", "type", "m", "n", "k", "matmul, ms", *modes, "auto chose"], rows)
+        groups.setdefault((case["op"], case["dtype"], case["m"]), []).append(case)
+    table(["op", "type", "m", *MODES], [[op, dtype, str(m), *ratios(group)] for (op, dtype, m), group in groups.items()])
+    table(["op", "type", "m", "n", "k", "matmul, ms", *MODES, "auto chose"],
+          [[case["op"], case["dtype"], *(str(case[size]) for size in "mnk"), f"{1e3 * case['gemm_s']:.3f}", *ratios([case]),
+            case["auto_mode"]] for case in cases])
 
 
 def step_table(cases):
@@ -51,7 +58,7 @@ def main():
         ops = [case for case in cases if "op" in case]
         steps = [case for case in cases if "step_s" in case]
         if ops:
-            ops_table(ops)
+            ops_tables(ops)
         if steps:
             step_table(steps)
         for case in cases:

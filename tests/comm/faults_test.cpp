@@ -140,7 +140,7 @@ TEST(Faults, HostWithoutMemoryIsAnErrorOfAllRanksAndNotASignal) {
   ::unsetenv("BRAID_SLOT_BYTES");
   for (const int rank : {0, 1}) {
     const auto ended = ranks.wait(rank, 10s);
-    EXPECT_EQ(ended.exit_code, 2) << ended.signal;
+    EXPECT_EQ(ended.exit_code, 1) << ended.signal;
     EXPECT_THAT(ended.output, AllOf(HasSubstr("rank 0 of group faults can't take part"),
                                     HasSubstr("bytes more of shared memory")));
   }

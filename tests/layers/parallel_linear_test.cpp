@@ -79,6 +79,7 @@ void check_rank(const Case& c, const std::shared_ptr<Group>& group, const Whole&
   const auto x = leaf(x_part(whole.x), c.needs_dx), w = leaf(w_part(whole.w), c.needs_dw);
   const auto b = c.bias ? leaf(b_part(whole.b), c.needs_db) : at::Tensor();
   LinearOptions options{group, c.sequence_parallel, {c.mode, 3, c.ring}, c.keep_gathered, {}, {}};
+  options.matmul.whole_features = column ? c.n : c.k;
   if (c.sequence_parallel && (c.uneven || c.needs_dx)) options.rows = counts;
   const auto before = at::full(w.sizes(), 0.5);
   if (c.main_grad) options.main_grad = before.clone();

@@ -274,6 +274,8 @@ TEST_P(CollectiveMatmul, Int8Weights) {
     shares.back() -= 7;
     const auto own = shares[static_cast<std::size_t>(group.rank())];
     const auto begin = first_row(shares, group.rank());
+    MatmulOptions mode = options();
+    mode.whole_features = k;
     for (const auto granularity : {Granularity::tensor, Granularity::channel, Granularity::group}) {
       for (const bool symmetric : {true, false}) {
         const Int8Weight whole =
@@ -287,9 +289,9 @@ TEST_P(CollectiveMatmul, Int8Weights) {
           const at::Tensor x = x_whole.narrow(1, begin, own);
           const at::Tensor expected =
               at::linear(x_whole.to(at::kDouble), whole.dequantize(at::kDouble));
-          expect_close(matmul_all_reduce(poisoned(group), x, shard, {}, options()),
-                       expected.to(dtype), what);
-          expect_close(matmul_all_reduce(poisoned(group), x, shard, b, options()),
+          expect_close(matmul_all_reduce(poisoned(group), x, shard, {}, mode), expected.to(dtype),
+                       what);
+          expect_close(matmul_all_reduce(poisoned(group), x, shard, b, mode),
                        (expected + b.to(at::kDouble)).to(dtype), what + " bias");
         }
       }

@@ -163,7 +163,7 @@ TEST_F(TunerFile, PinsThatNothingIsRunByAreTold) {
     said = testing::internal::GetCapturedStderr();
   });
   EXPECT_EQ(said, "braid: warning: --tuner-file " + path_ +
-                      ": 5 pins matched no operation of this run: '* m=* n=3 k=* * * *', "
+                      ": no operation of this run went by 5 pins: '* m=* n=3 k=* * * *', "
                       "'* m=* n=4 k=* * * *', '* m=* n=5 k=* * * *', ...\n");
 }
 

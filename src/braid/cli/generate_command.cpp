@@ -104,10 +104,6 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
   };
   const auto all = generate(model, options.group, prompts, request.options, on_token);
   if (place.rank != 0) return;
-  if (!flags.tuner_file.empty()) {
-    tuner::write_choices(flags.tuner_file, tuner::measured());
-    tuner::warn_of_unused_pins(flags.tuner_file);
-  }
   if (streams) write_output("\n");
   for (std::size_t i = 0; i < prompts.size() && !streams; ++i) {
     if (!flags.json) {
@@ -126,6 +122,13 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
     }
     write_output(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
+  if (flags.tuner_file.empty()) return;
+  try {
+    tuner::write_choices(flags.tuner_file, tuner::measured());
+  } catch (const c10::Error& error) {  // the text does not depend on it
+    warn(fmt::format("--tuner-file: {}", error.what_without_backtrace()));
+  }
+  tuner::warn_of_unused_pins(flags.tuner_file);
 }
 
 }  // namespace
@@ -145,8 +148,7 @@ void add_generate(CLI::App& app, Body& body) {
       }
       const Place place = place_from_environment();
       speaks = place.rank == 0;
-      const int ranks =
-          place.source.empty() ? std::max(flags.nproc.value_or(1), 1) : place.world_size;
+      const int ranks = place.source.empty() ? flags.nproc.value_or(1) : place.world_size;
       if (!flags.tuner_file.empty()) check_tuner_file(flags.tuner_file);
       const Request request = check_request(flags.request, ranks);
       if (!place.launched_by_itself)

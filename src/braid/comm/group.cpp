@@ -45,10 +45,11 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   group->size_ = size;
   group->name_ = name;
   group->options_ = options;
-  if (size == 1) return group;
+  if (size == 1 && store == nullptr) return group;
   group->store_ = c10::make_intrusive<c10d::PrefixStore>(name, store);
   group->store_->setTimeout(options.timeout);
   check_sizes(*group->store_, name, rank, size);
+  if (size == 1) return group;
   if (options.shared_memory)
     group->memory_ = SharedMemory::create(group->store_, name, rank, size, options.timeout);
   return group;

@@ -83,34 +83,11 @@ class Messages {
   std::vector<Message> messages_;
 };
 
-/// Rows of every rank's shard; checks that the rest of the shapes agree.
-std::vector<std::int64_t> exchange_rows(const Group& group, const at::Tensor& x) {
-  at::Tensor mine =
-      at::tensor({x.size(0), row_elements(x), static_cast<std::int64_t>(x.scalar_type())});
-  at::Tensor all = at::empty({group.size() * 3}, at::kLong);
-  Messages messages(group, "all_gather");
-  messages.collective([&](c10d::Backend& backend,
-                          auto& tensors) { return backend._allgather_base(all, tensors[0]); },
-                      mine);
-  messages.wait();
-  std::vector<std::int64_t> rows;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const auto* header = all.const_data_ptr<std::int64_t>() + 3 * peer;
-    const auto* first = all.const_data_ptr<std::int64_t>();
-    BRAID_CHECK(header[1] == first[1] && header[2] == first[2], "all_gather: ranks 0 and ", peer,
-                " of group ", group.name(), " disagree in elements per row or dtype: ", first[1],
-                " ", c10::toString(static_cast<c10::ScalarType>(first[2])), " and ", header[1], " ",
-                c10::toString(static_cast<c10::ScalarType>(header[2])));
-    rows.push_back(header[0]);
-  }
-  return rows;
-}
-
 }  // namespace
 
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows) {
-  if (rows.empty()) rows = exchange_rows(group, x_shard);
+  if (rows.empty()) rows = all_gather_rows(group, x_shard);
   const int tag = group.next_tag();
   at::Tensor out =
       at::empty(with_rows(x_shard, std::reduce(rows.begin(), rows.end())), x_shard.options());

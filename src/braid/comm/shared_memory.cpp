@@ -333,7 +333,7 @@ std::vector<Header> SharedMemory::headers_of(std::int64_t sequence, const char* 
 }
 
 void SharedMemory::check_not_ended(std::int64_t sequence) const {
-  BRAID_CHECK(sequence > ended_, disagreement_);
+  if (sequence <= ended_) throw_disagreement();
 }
 
 void SharedMemory::join_disagreement(const char* op) {
@@ -347,7 +347,10 @@ void SharedMemory::join_disagreement(const char* op) {
 void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
   Control& mine = control(rank_);
   Entry& entry = mine.entries[sequence % kEntries];
-  const std::string text = disagreement(group_, headers_of(sequence, op));
+  const std::vector<Header> headers = headers_of(sequence, op);
+  const std::string text = disagreement(group_, headers);
+  const bool is_refusal = std::any_of(headers.begin(), headers.end(),
+                                      [](const Header& header) { return header.refused[0] != 0; });
   entry.started = sequence_;
   entry.result.raise(disagreed(sequence));
   mine.disagreed.store(sequence, std::memory_order_release);
@@ -365,6 +368,12 @@ void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
   }
   ended_ = last;
   disagreement_ = text;
+  is_refusal_ = is_refusal;
+  throw_disagreement();
+}
+
+void SharedMemory::throw_disagreement() const {
+  if (is_refusal_) C10_THROW_ERROR(OutOfMemoryError, disagreement_);
   C10_THROW_ERROR(ValueError, disagreement_);
 }
 

@@ -18,13 +18,13 @@
 // vain, writes it into its own region; everyone looks there before it reports. Sleepers also write
 // whom they wait for, so that a time-out names the end of the chain and not a neighbour.
 //
-// NOTE [disagreement]. Headers that differ, or by which a rank says that it can't take part, are the
-// same ValueError on every rank. Ranks that cut the same work differently may have started different
-// numbers of operations by then: all tell theirs in the entry of the operation that failed, from
-// whatever they wait in, and go on from the largest. All operations up to there are over: who is in
-// one, or comes to one, meets the same error, and nobody starts another in between. Of several
-// disagreements at once the earliest counts. So the group stays usable, provided that all ranks go on
-// from the same point of their program.
+// NOTE [disagreement]. Headers that differ are the same ValueError on every rank, one by which a rank
+// says that it has no memory the same OutOfMemoryError. Ranks that cut the same work differently may
+// have started different numbers of operations by then: all tell theirs in the entry of the operation
+// that failed, from whatever they wait in, and go on from the largest. All operations up to there are
+// over: who is in one, or comes to one, meets the same error, and nobody starts another in between.
+// Of several disagreements at once the earliest counts. So the group stays usable, provided that all
+// ranks go on from the same point of their program.
 #pragma once
 
 #include <c10/util/hash.h>
@@ -93,8 +93,8 @@ class SharedMemory {
 
   class Lease;
   /// Starts an operation: takes its slot, allocates `bytes` of this rank's part and shows the
-  /// header. Errors: ValueError when kInFlight operations of this rank are unfinished; when a rank's
-  /// bytes exceed a slot or its host has no memory, as a disagreement: on every rank, naming that one.
+  /// header. Errors: ValueError when kInFlight operations of this rank are unfinished; c10::OutOfMemoryError, as a disagreement on
+  /// every rank, naming the one whose bytes exceed a slot or whose host has no memory.
   Lease start(const Header& header, std::size_t bytes);
 
   int rank() const { return rank_; }
@@ -128,7 +128,8 @@ class SharedMemory {
   /// Tells all, and makes this group refuse further calls.
   [[noreturn]] void fail(const Loss& loss, const std::string& text);
   void check_usable() const;
-  /// Errors: ValueError when a disagreement has ended operation `sequence`.
+  [[noreturn]] void throw_disagreement() const;
+  /// Errors: as throw_disagreement() when a disagreement has ended operation `sequence`.
   void check_not_ended(std::int64_t sequence) const;
   /// Errors: ValueError when this rank itself is still in operation `sequence`.
   void check_waited_for(std::int64_t sequence, const char* op) const;
@@ -141,7 +142,7 @@ class SharedMemory {
   /// Every rank's header of an operation, waiting for it.
   std::vector<Header> headers_of(std::int64_t sequence, const char* op);
   /// Brings all ranks to one sequence number, since the headers of operation `sequence` differ.
-  /// Errors: ValueError, the same text on every rank.
+  /// Errors: the same on every rank.
   [[noreturn]] void fail_disagreed(std::int64_t sequence, const char* op);
   /// The same when a peer has told of one that is new to this rank, or earlier than its own.
   void join_disagreement(const char* op);
@@ -164,6 +165,7 @@ class SharedMemory {
   std::int64_t sequence_ = 0;
   std::string failure_;       // why the group is unusable
   std::string disagreement_;  // the last one
+  bool is_refusal_ = false;   // of a rank without memory
   std::int64_t ended_ = 0;    // operations up to here are over since then
 };
 
@@ -179,8 +181,8 @@ class SharedMemory::Lease {
   /// The payload of this operation in `rank`'s region; a peer's only after agree().
   std::byte* slot(int rank) const;
 
-  /// Waits for every rank's header and compares them. Errors, of every wait: ValueError, the same
-  /// text on every rank, when the headers of this or another operation in flight differ.
+  /// Waits for every rank's header and compares them. Errors, of every wait: the same on every rank
+  /// (NOTE [disagreement]) when the headers of this or another operation in flight differ.
   void agree();
   /// True when agree() would not wait.
   bool all_have_started() const;

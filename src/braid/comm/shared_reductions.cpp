@@ -99,7 +99,6 @@ at::Tensor two_shot(const Group& group, InSlot& in, ReduceOp op, const at::Tenso
 }
 
 at::Tensor all_reduced(const Group& group, InSlot& in, ReduceOp op, at::Tensor out) {
-  const at::AutoDispatchBelowADInplaceOrView no_grad;
   in.wait_for_all(group);
   at::Tensor result;
   if (in.x.nbytes() > kOneShotBytes) {

@@ -90,17 +90,17 @@ std::string sampling_of(const json& object, const std::string& path, SamplingOpt
     return value.is_null() ? neutral : value.get<double>();
   };
   std::string others;
-  const auto lacks = [&](const char* key, double neutral) {
-    if (const double value = number(key, neutral); value != neutral)
+  const auto lacks = [&](const char* key, double neutral, double absent) {
+    if (const double value = number(key, absent); value != neutral)
       others += fmt::format("{}{} {}", others.empty() ? "" : ", ", key, value);
   };
-  lacks("repetition_penalty", 1);
-  lacks("no_repeat_ngram_size", 0);
-  lacks("num_beams", 1);
+  lacks("repetition_penalty", 1, 1);
+  lacks("no_repeat_ngram_size", 0, 0);
+  lacks("num_beams", 1, 1);
   if (object.value("do_sample", json()) != json(true)) return others;
-  lacks("top_k", 0);
-  lacks("min_p", 0);
-  lacks("typical_p", 1);
+  lacks("top_k", 0, 50);
+  lacks("min_p", 0, 0);
+  lacks("typical_p", 1, 1);
   sampling.temperature = number("temperature", 1);
   check_temperature(sampling.temperature, path + " has temperature");
   sampling.top_p = number("top_p", 1);

@@ -67,15 +67,8 @@ at::Tensor CachedDecoder::step(const at::Tensor& tokens) {
 
 at::Tensor CachedDecoder::column_product(std::size_t weight, const at::Tensor& x) const {
   const auto int8 = model_.int8_weights_.find(weight);
-  if (int8 != model_.int8_weights_.end()) {
-    at::Tensor y = at::empty({x.size(0), int8->second.n()}, x.options());
-    int8->second.multiply(x, y, false);
-    return y;
-  }
-  const at::Tensor& w = model_.parameters_[weight].value;
-  at::Tensor y = at::empty({x.size(0), w.size(0)}, x.options());
-  TileMatmul(w, is_native(x.scalar_type(), x.size(0))).multiply(x, y, false);
-  return y;
+  if (int8 != model_.int8_weights_.end()) return multiply_whole(x, int8->second, {});
+  return multiply_whole(x, model_.parameters_[weight].value, {});
 }
 
 at::Tensor CachedDecoder::row_product(std::size_t weight, const at::Tensor& x) const {

@@ -38,7 +38,7 @@ int num_ranks(const LinearOptions& options) { return options.group ? options.gro
 
 /// Rows of matmuls: 2-D, and dense enough that a matmul reads them in place (an expanded gradient is not).
 at::Tensor rows_of(const at::Tensor& x) {
-  at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({num_rows(x.sizes()), x.size(-1)});
   const bool row_major = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);
   const bool column_major = rows.stride(0) == 1 && rows.stride(1) >= rows.size(0);
   return row_major || column_major ? rows : rows.contiguous();

@@ -23,7 +23,7 @@ namespace braid {
 struct LinearOptions {
   std::shared_ptr<Group> group;    // the tensor-parallel ranks; null: a group of one
   bool sequence_parallel = false;  // the replicated side holds this rank's rows only
-  MatmulOptions matmul;
+  MatmulOptions matmul;            // whole_features: of the weight's split dim
   // Column with sequence parallelism: keeps the gathered x, so that backward need not gather it again.
   bool keep_gathered = false;
   // f32 or the weight's type, the weight's shape: takes dW by addition, and no gradient is returned

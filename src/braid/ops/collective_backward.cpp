@@ -131,7 +131,7 @@ at::Tensor all_gather_matmul_backward(const Group& group, const at::Tensor& dy_s
     Plan plan;
     plan.native = is_native(dy.scalar_type(), m);
     if (group.size() > 1)
-      plan = choose_gather(group, key, dy, w.size(1), has_native_form(dy), options, rows,
+      plan = choose_gather(group, key, dy, w.size(1), need_dx && has_native_form(dy), options, rows,
                            [&](const Plan& candidate) {
                              run_into(candidate, dw_sum.defined() ? at::empty_like(dw_sum) : dw_sum,
                                       false, db_sum);

@@ -89,19 +89,18 @@ const Plan* known(const std::string& key) {
 }
 
 /// What rank 0 knows for a key, as text, or "": ranks may know different choices, from other groups
-/// or files. Errors: ValueError, the same on all ranks, when they differ in more than their shares.
+/// or files. Errors: ValueError, the same on all ranks, when their keys differ.
 std::string first_choice(const Group& group, const Key& key) {
-  Key common = key;
-  (key.reduces ? common.k : common.n) = 0;
   const Plan* known_here = known(text_of(group, key));
-  const std::string mine = fmt::format("{}\n{}", text_of(group, common),
-                                       known_here == nullptr ? "" : to_text(*known_here));
+  const std::string mine =
+      fmt::format("m={} n={} k={} {}\n{}", key.m, key.n, key.k, dtype_name(key.dtype),
+                  known_here == nullptr ? "" : to_text(*known_here));
   const auto all = gather_texts(group, mine);
   const auto key_of = [](const std::string& text) { return text.substr(0, text.find('\n')); };
   for (std::size_t rank = 1; rank < all.size(); ++rank)
     BRAID_CHECK(key_of(all[rank]) == key_of(all[0]), key.op, ": ranks 0 and ", rank, " of group ",
-                group.name(), " disagree in what they multiply: ", key_of(all[0]), " and ",
-                key_of(all[rank]), " (0: each rank's own)");
+                group.name(), " disagree in the whole product: ", key_of(all[0]), " and ",
+                key_of(all[rank]), ". HINT: whole_features where the ranks' shares differ");
   return all[0].substr(all[0].find('\n') + 1);
 }
 
@@ -164,15 +163,30 @@ struct Contest {
   }
 };
 
+/// The plans that this host has the memory for, by trying them: who lacks it tells all ranks.
+/// Errors: c10::OutOfMemoryError when there is none.
+std::vector<Plan> possible(const std::vector<Plan>& plans,
+                           const std::function<void(const Plan&)>& trial) {
+  std::vector<Plan> result;
+  for (const Plan& plan : plans) {
+    try {
+      trial(plan);
+      result.push_back(plan);
+    } catch (const c10::OutOfMemoryError&) {
+      if (result.empty() && plan == plans.back()) throw;
+    }
+  }
+  return result;
+}
+
 /// The fastest plan: all are tried once to warm up and once more, and the hopeless ones go; what is
 /// close to the best after kRounds rounds gets as many more as fit into kSeconds.
-Plan measure(const Group& group, std::vector<Plan> plans,
+Plan measure(const Group& group, const std::vector<Plan>& plans,
              const std::function<void(const Plan&)>& trial) {
-  Contest contest{std::move(plans), {}};
+  Contest contest{possible(plans, trial), {}};
   const auto run = [&](int rounds, int calls) {
     return time(group, contest.plans, rounds, calls, trial);
   };
-  (void)run(1, 1);
   contest.add(run(1, 1));
   contest.keep(kHopeless);
   const double fastest = contest.fastest();
@@ -295,6 +309,15 @@ nlohmann::json choices(bool with_pins) {
     for (const auto& [key, pin] : pins) result[key] = to_text(pin.plan);
   return result;
 }
+
+std::vector<Plan> plans_in_use() {
+  std::vector<Plan> plans;
+  for (const auto* used : {&agreed, &in_flight_rules})
+    for (const auto& [key, plan] : *used) plans.push_back(plan);
+  return plans;
+}
+
+void forget_measured() { measured_keys.clear(); }
 
 nlohmann::json measured() {
   nlohmann::json result = nlohmann::json::object();

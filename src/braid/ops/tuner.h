@@ -37,7 +37,9 @@ struct Key {
 /// the slowest rank; else, and while another operation of the group is in flight, by a rule of thumb,
 /// which is not among the choices().
 ///   Order   collective in mode automatic
-///   Errors  ValueError when num_chunks of mode chunked is below 1
+///   Errors  ValueError: num_chunks of mode chunked is below 1; in mode automatic, at the first use of a
+///           key, the same on all ranks: their m, n, k or types differ, or the plan needs a host.
+///           c10::OutOfMemoryError when no candidate fits into a slot (NOTE [disagreement] in comm/shared_memory.h)
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
             const std::function<void(const Plan&)>& trial);
 
@@ -52,8 +54,11 @@ const char* dtype_name(at::ScalarType dtype);
 
 /// What was measured in this thread, or set: {key: plan}. Goes into a checkpoint, but for the pins.
 nlohmann::json choices(bool with_pins = false);
-/// What was measured in this thread alone. Goes into the tuner file (ops/tuner_file.h).
+/// Of these what was measured in this thread since forget_measured(). Goes into the tuner file (ops/tuner_file.h).
 nlohmann::json measured();
+void forget_measured();
+/// The plans that mode automatic has run in this thread, one for each group and key.
+std::vector<Plan> plans_in_use();
 /// Whether a key has a * in it.
 bool is_pin(const std::string& key);
 /// The pins that were set and that no operation of this thread was run by.

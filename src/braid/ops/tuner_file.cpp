@@ -84,6 +84,8 @@ const std::vector<Field>& fields() {
 void check_key(const std::string& key) {
   std::istringstream in(key);
   const Words words{std::istream_iterator<std::string>(in), {}};
+  BRAID_CHECK(fmt::format("{}", fmt::join(words, " ")) == key, "the key '", key,
+              "' has blanks beside the one between two fields");
   BRAID_CHECK(words.size() == fields().size(), "the key '", key, "' has ", words.size(),
               " fields, expected ", fields().size(),
               ": OPERATION m=M n=N k=K TYPE ranks=RANKS host or network; * for any");
@@ -158,6 +160,7 @@ void write_choices(const std::string& path, const json& measured) {
   std::error_code ignored;
   if (measured.empty() && std::filesystem::exists(path, ignored)) return;
   const FileLock lock(path);
+  remove_partials(path);
   json all = Contents(path).usable();
   all.update(measured);
   replace_file(path, json{{kCpu, cpu_name()}, {kChoices, all}}.dump(1) + "\n");
@@ -169,7 +172,7 @@ void warn_of_unused_pins(const std::string& path) {
   const auto num = std::ssize(pins);
   if (num == 0) return;
   pins.resize(static_cast<std::size_t>(std::min(num, kMost)));
-  warn(fmt::format("--tuner-file {}: {} matched no operation of this run: '{}'{}", path,
+  warn(fmt::format("--tuner-file {}: no operation of this run went by {}: '{}'{}", path,
                    num == 1 ? "a pin" : fmt::format("{} pins", num), fmt::join(pins, "', '"),
                    num > kMost ? ", ..." : ""));
 }

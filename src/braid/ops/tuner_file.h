@@ -22,8 +22,8 @@ namespace braid::tuner {
 ///           could not be any operation's
 void read_choices(const Group& group, const std::string& path);
 
-/// Adds what was measured to the file, before older choices of the same keys; what others have written meanwhile, and
-/// every pin, stays. A file that is there is left alone where nothing was measured.
+/// Adds what was measured to the file, before older choices of the same keys; what
+/// others have written meanwhile, and every pin, stays. A file that is there is left alone where nothing was measured.
 ///   Errors  ValueError as read_choices, the file is left as it is; c10::Error naming the path
 void write_choices(const std::string& path, const nlohmann::json& measured);
 

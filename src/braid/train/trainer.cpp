@@ -112,24 +112,25 @@ Trainer::StepResult Trainer::step(std::int64_t iteration) {
 }
 
 void Trainer::share_choices() {
+  if (matmul_options(config_).mode == Mode::automatic && !std::exchange(told_choices_, true)) {
+    const std::vector<Plan> plans = tuner::plans_in_use();
+    if (!plans.empty() && std::all_of(plans.begin(), plans.end(),
+                                      [](const Plan& plan) { return plan.num_chunks == 1; }))
+      warn(
+          fmt::format("--use-coc overlaps nothing: mode auto runs all {} operations of these "
+                      "shapes serially",
+                      plans.size()));
+  }
   const nlohmann::json mine = tuner::choices();
   // The same on all of dp: their tp groups run the same operations.
   if (mine.size() == num_choices_) return;
   if (mesh_.dp->size() > 1)
     tuner::set_choices(nlohmann::json::parse(broadcast_text(*mesh_.dp, mine.dump(), 0)));
-  const nlohmann::json all = tuner::choices();
-  num_choices_ = all.size();
-  if (matmul_options(config_).mode == Mode::automatic && !std::exchange(told_choices_, true) &&
-      std::all_of(all.begin(), all.end(), [](const auto& plan) {
-        return plan_from_text(plan.template get<std::string>()).num_chunks == 1;
-      }))
-    warn(
-        fmt::format("--use-coc overlaps nothing: mode auto found serial to be fastest for all {} "
-                    "operations of these shapes",
-                    all.size()));
+  num_choices_ = tuner::choices().size();
   if (config_.tuner_file.empty() || mesh_.world->rank() != 0) return;
   try {
     tuner::write_choices(config_.tuner_file, tuner::measured());
+    tuner::forget_measured();
   } catch (const c10::Error& error) {  // the run itself does not depend on it
     warn(fmt::format("--tuner-file: {}", error.what_without_backtrace()));
   }
