@@ -62,9 +62,8 @@ TEST_F(Tune, PinsAreUsedOrNamed) {
   const std::string typo = "* m=* n=31 k=* f32 ranks=2 host";
   write_pins({{"* m=* n=* k=* f32 ranks=2 host", "serial"}, {typo, "fused"}});
   const std::string warning =
-      "braid: warning: --tuner-file tuner.json: a pin matched no operation "
-      "of this run: '" +
-      typo + "'\n";
+      "braid: warning: --tuner-file tuner.json: no operation of this run went by a pin: '" + typo +
+      "'\n";
   Program tuned(folder_.path(), tune());
   EXPECT_EQ(tuned.wait(), 0);
   EXPECT_THAT(tuned.error(), HasSubstr(warning));

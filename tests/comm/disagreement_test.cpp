@@ -1,4 +1,4 @@
-// Ranks that call different things: the same ValueError on every rank, and the group works on.
+// Ranks that call different things, or lack memory: the same error on every rank, and the group works on.
 #include <gmock/gmock.h>
 
 #include "braid/comm/collectives.h"
@@ -16,6 +16,7 @@ struct Case {
   const char* name;
   std::function<void(const Group&, bool deviates)> call;
   const char* text;
+  bool is_of_memory = false;  // else of the callers' values
 };
 
 const std::vector<std::int64_t> kOnes{1, 1, 1};
@@ -62,7 +63,7 @@ std::vector<Case> cases() {
        [=](const Group& g, bool other) {
          (void)all_gather(g, other ? ones(1, 1).expand({std::int64_t{1} << 44, 1}) : ones(2, 1));
        },
-       "can't take part: 70368744177664 bytes don't fit into a slot of"},
+       "can't take part: 70368744177664 bytes don't fit into a slot of", /*is_of_memory=*/true},
       {"split_of_rows",
        [=](const Group& g, bool other) {
          (void)reduce_scatter(
@@ -118,8 +119,11 @@ TEST_P(Disagreement, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
           try {
             GetParam().call(*group, group->rank() == kDeviating);
             ADD_FAILURE() << "no error";
-          } catch (const c10::ValueError& error) {
+          } catch (const c10::Error& error) {
             texts[static_cast<std::size_t>(group->rank())] = error.what_without_backtrace();
+            const bool is_of_memory = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
+            EXPECT_EQ(is_of_memory, GetParam().is_of_memory);
+            EXPECT_EQ(dynamic_cast<const c10::ValueError*>(&error) == nullptr, is_of_memory);
           }
           const at::Tensor x = test::rank_integers(group->rank(), {50, 3});
           EXPECT_TRUE(at::equal(all_gather(*group, x), at::cat({test::rank_integers(0, {50, 3}),

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 
+#include "braid/comm/collectives.h"
 #include "tests/support/ranks.h"
 
 namespace braid {
@@ -93,6 +94,32 @@ TEST(Tuner, EveryHalfAndReducingFormIsTried) {
                         [&](const Plan& plan) { tried.insert(to_text(plan)); });
     EXPECT_EQ(tried, (std::set<std::string>{"serial", "fused", "fused ring", "chunked 2",
                                             "serial native", "fused native", "chunked 2 native"}));
+  });
+}
+
+TEST(Tuner, PlansThatARankHasNoMemoryForAreNotChosen) {
+  test::run_ranks(2, [&](const auto& group) {
+    const auto choose = [&](const char* op, bool serial_fits) {
+      const auto trial = [&](const Plan& plan) {
+        if (plan.num_chunks == 1 && serial_fits) return;
+        const std::int64_t rows = group->rank() == 1 ? std::int64_t{1} << 44 : 1;
+        (void)all_gather(*group, at::ones({1, 1}).expand({rows, 1}));
+      };
+      return to_text(tuner::choose(*group, {op, 2048, 64, 64, at::kFloat}, {}, trial));
+    };
+    EXPECT_EQ(choose("all_gather_matmul", true), "serial");
+    EXPECT_EQ(tuner::plans_in_use().size(), 1u);
+    EXPECT_THROW((void)choose("all_gather_wgrad", false), c10::OutOfMemoryError);
+  });
+}
+
+TEST(Tuner, RanksThatAskForDifferentProductsAreTold) {
+  test::run_ranks(2, [&](const auto& group) {
+    for (int repeat = 0; repeat < 2; ++repeat)  // nothing is remembered of it
+      EXPECT_THROW(
+          (void)tuner::choose(
+              *group, {"matmul_all_reduce", 1000 + group->rank(), 64, 64, at::kFloat}, {}, fail),
+          c10::ValueError);
   });
 }
 
