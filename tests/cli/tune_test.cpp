@@ -74,6 +74,7 @@ TEST_F(Tune, PinsAreUsedOrNamed) {
   Program trained(folder_.path(), words);
   EXPECT_EQ(trained.wait(), 0);
   EXPECT_THAT(trained.error(), HasSubstr(warning));
+  EXPECT_THAT(trained.error(), HasSubstr("--use-coc overlaps nothing: mode auto runs all"));
   Program generated(folder_.path(),
                     {"generate", "--load", "runs/train/checkpoint", "--nproc", "2", "--tuner-file",
                      "tuner.json", "--prompt", "a", "--max-new-tokens", "2"});

@@ -139,8 +139,7 @@ std::vector<FlagGroup> make_table() {
             .value = "FILE",
             .meaning =
                 "choices of mode auto, to be used and added to; text, one a line, to be "
-                "edited or pinned ([how](design.md#modes-and-the-tuner)); braid tune fills it "
-                "ahead"},
+                "edited or pinned (docs/design.md, Modes and the tuner); braid tune fills it ahead"},
        }},
       {"Batches and optimizer (AdamW)",
        {
