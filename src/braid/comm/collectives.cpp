@@ -18,14 +18,6 @@ void check_total(const char* what, const std::vector<std::int64_t>& rows, const 
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), x.size(0), what);
 }
 
-Pending<at::Tensor> started_with(const Prepared& reduction, const at::Tensor& x) {
-  {
-    const trace::Span span(trace::Kind::copy, "publish");
-    reduction.x.copy_(x);
-  }
-  return reduction.start();
-}
-
 }  // namespace
 
 void check_rows(const Group& group, const char* op, const char* what,
@@ -76,9 +68,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("reduce_scatter");
   return group.memory() != nullptr
-             ? started_with(shared::prepare_reduce_scatter(group, x.sizes(), x.scalar_type(),
-                                                           std::move(rows)),
-                            x.detach())
+             ? shared::start_reduce_scatter(group, x.detach(), std::move(rows))
              : network::start_reduce_scatter(group, x.detach().contiguous(), std::move(rows));
 }
 
@@ -95,9 +85,7 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   }
   const trace::Operation operation("all_reduce");
   return group.memory() != nullptr
-             ? started_with(shared::prepare_all_reduce(group, x.sizes(), x.scalar_type(), op,
-                                                       std::move(out)),
-                            x.detach())
+             ? shared::start_all_reduce(group, x.detach(), op, std::move(out))
              : network::start_all_reduce(group, x.detach().contiguous(), op, std::move(out));
 }
 

@@ -22,6 +22,10 @@ inline std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t row
 namespace shared {
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows);
+Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
+                                         std::vector<std::int64_t> rows);
+Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
+                                     at::Tensor out);
 Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                                 std::vector<std::int64_t> rows);
 Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
