@@ -91,8 +91,11 @@ TEST_F(RequestTest, WhatTransformersWouldTakeHoldsUnlessAFlagSaysOtherwise) {
     folder_.write("generation_config.json", generation.dump());
     return check_request(given, 1);
   };
-  const nlohmann::json samples{
-      {"do_sample", true}, {"temperature", 0.6}, {"top_p", 0.9}, {"eos_token_id", {7, 8}}};
+  const nlohmann::json samples{{"do_sample", true},
+                               {"temperature", 0.6},
+                               {"top_p", 0.9},
+                               {"top_k", 0},
+                               {"eos_token_id", {7, 8}}};
   Request request = with(samples, flags());
   EXPECT_EQ(request.options.eos_token_ids, (Ids{7, 8}));
   EXPECT_EQ(request.options.sampling.temperature, 0.6);
@@ -113,7 +116,10 @@ TEST_F(RequestTest, WhatTransformersWouldTakeHoldsUnlessAFlagSaysOtherwise) {
   EXPECT_EQ(request.options.sampling.temperature, 0);
   EXPECT_EQ(request.options.sampling.top_p, 1);
   EXPECT_TRUE(request.options.eos_token_ids.empty());
-  EXPECT_EQ(with({{"do_sample", true}}, flags()).options.sampling.temperature, 1);
+  request = with({{"do_sample", true}}, flags());
+  EXPECT_EQ(request.options.sampling.temperature, 1);
+  EXPECT_THAT(request.warnings,
+              testing::ElementsAre(HasSubstr("asks for top_k 50,")));  // by default
   EXPECT_THAT(with({{"repetition_penalty", 1.5}, {"top_k", 9}}, flags()).warnings,
               testing::ElementsAre(HasSubstr("generation_config.json asks for repetition_penalty "
                                              "1.5, which has no effect")));
