@@ -203,6 +203,7 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
       (void)all_reduce(over, partial);
   };
   const auto in_mode = [&](const Group& over, MatmulOptions options) {
+    options.whole_features = gathers ? c.n : c.k;
     return [&, options] { (void)op(over, x, w, options, rows); };
   };
 

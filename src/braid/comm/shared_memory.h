@@ -93,8 +93,9 @@ class SharedMemory {
 
   class Lease;
   /// Starts an operation: takes its slot, allocates `bytes` of this rank's part and shows the
-  /// header. Errors: ValueError when kInFlight operations of this rank are unfinished; c10::OutOfMemoryError, as a disagreement on
-  /// every rank, naming the one whose bytes exceed a slot or whose host has no memory.
+  /// header. Errors: ValueError when kInFlight operations of this rank are unfinished;
+  /// c10::OutOfMemoryError, as a disagreement on every rank, naming the one whose bytes exceed a slot
+  /// or whose host has no memory.
   Lease start(const Header& header, std::size_t bytes);
 
   int rank() const { return rank_; }

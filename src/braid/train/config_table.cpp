@@ -137,9 +137,9 @@ std::vector<FlagGroup> make_table() {
            {.name = "tuner-file",
             .field = &C::tuner_file,
             .value = "FILE",
-            .meaning =
-                "choices of mode auto, to be used and added to; text, one a line, to be "
-                "edited or pinned (docs/design.md, Modes and the tuner); braid tune fills it ahead"},
+            .meaning = "choices of mode auto, to be used and added to; text, one a line, to be "
+                       "edited or pinned (docs/design.md, Modes and the tuner); braid tune fills "
+                       "it ahead"},
        }},
       {"Batches and optimizer (AdamW)",
        {
