@@ -14,13 +14,21 @@ using test::rank_integers;
 using test::rank_values;
 using test::run_ranks;
 
-class Collectives : public testing::TestWithParam<std::tuple<int, bool>> {
+/// The host of each rank.
+class Collectives : public testing::TestWithParam<test::HostNumbers> {
  protected:
-  int size() const { return std::get<0>(GetParam()); }
-  GroupOptions options() const { return {std::chrono::seconds(20), std::get<1>(GetParam())}; }
+  int size() const { return static_cast<int>(GetParam().size()); }
+  GroupOptions options() const { return test::on_hosts(GetParam()); }
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, Collectives,
-                         testing::Combine(testing::Values(1, 2, 3, 4), testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, Collectives,
+    testing::Values(test::HostNumbers{0}, test::HostNumbers{0, 0}, test::HostNumbers{0, 1},
+                    test::HostNumbers{0, 0, 0}, test::HostNumbers{0, 1, 2},
+                    test::HostNumbers{0, 1, 1}, test::HostNumbers{0, 0, 0, 0},
+                    test::HostNumbers{0, 1, 2, 3}, test::HostNumbers{0, 0, 1, 1},
+                    test::HostNumbers{0, 1, 0, 1}, test::HostNumbers{1, 0, 0, 0},
+                    test::HostNumbers{2, 0, 0, 1, 2, 1, 1, 2}),
+    [](const auto& hosts) { return fmt::format("Hosts{}", fmt::join(hosts.param, "")); });
 
 TEST_P(Collectives, AllGatherOfUnevenShards) {
   std::vector<at::Tensor> shards;

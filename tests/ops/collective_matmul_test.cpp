@@ -23,35 +23,53 @@ struct Case {
   const char* name;
   int size;
   MatmulOptions options;
-  bool shared_memory;
+  test::HostNumbers hosts = {};
 };
-void PrintTo(const Case& c, std::ostream* out) { *out << c.name << " on " << c.size; }
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.name << " by " << c.size << test::name_of(c.hosts);
+}
 
 std::vector<Case> cases() {
   std::vector<Case> result;
   for (const int size : {1, 2, 3, 4}) {
-    for (const bool memory : {true, false}) {
-      if (size == 1 && !memory) continue;
-      result.push_back({"serial", size, {Mode::serial}, memory});
-      result.push_back({"chunked 2", size, {Mode::chunked, 2}, memory});
-      result.push_back({"chunked 5", size, {Mode::chunked, 5}, memory});
+    for (const auto& hosts : {test::HostNumbers(), test::apart(size)}) {
+      if (size == 1 && !hosts.empty()) continue;
+      result.push_back({"serial", size, {Mode::serial}, hosts});
+      result.push_back({"chunked 2", size, {Mode::chunked, 2}, hosts});
+      result.push_back({"chunked 5", size, {Mode::chunked, 5}, hosts});
     }
-    result.push_back({"fused", size, {Mode::fused}, true});
+    result.push_back({"fused", size, {Mode::fused}});
     if (size > 1) {
-      result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}, true});
+      result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}});
       for (const auto mode : {Mode::serial, Mode::chunked, Mode::fused})
         for (const bool native : {false, true})
           result.push_back(
-              {native ? "native" : "through f32", size, {.mode = mode, .native = native}, true});
+              {native ? "native" : "through f32", size, {.mode = mode, .native = native}});
     }
-    result.push_back({"auto", size, {Mode::automatic}, true});
+    result.push_back({"auto", size, {Mode::automatic}});
   }
   for (const int size : {5, 8}) {
-    result.push_back({"serial", size, {Mode::serial}, true});
-    result.push_back({"fused", size, {Mode::fused}, true});
-    result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}, true});
-    result.push_back({"chunked 2", size, {Mode::chunked, 2}, false});
+    result.push_back({"serial", size, {Mode::serial}});
+    result.push_back({"fused", size, {Mode::fused}});
+    result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}});
+    result.push_back({"chunked 2", size, {Mode::chunked, 2}, test::apart(size)});
   }
+  for (const auto& hosts : std::vector<test::HostNumbers>{{0, 1, 1},
+                                                          {0, 0, 1, 1},
+                                                          {0, 1, 0, 1},
+                                                          {0, 1, 0, 0},
+                                                          {0, 1, 2, 1, 0},
+                                                          {2, 0, 0, 1, 2, 1, 1, 2}}) {
+    const int size = static_cast<int>(hosts.size());
+    result.push_back({"serial", size, {Mode::serial}, hosts});
+    result.push_back({"fused", size, {Mode::fused}, hosts});
+    for (const bool native : {false, true})
+      result.push_back({native ? "native 3" : "through f32 3",
+                        size,
+                        {.mode = Mode::chunked, .num_chunks = 3, .native = native},
+                        hosts});
+  }
+  result.push_back({"auto", 3, {Mode::automatic}, {0, 1, 1}});
   return result;
 }
 
@@ -67,7 +85,7 @@ class CollectiveMatmul : public testing::TestWithParam<Case> {
                 poison(*group);
                 fn(*group);
               },
-              {std::chrono::seconds(30), GetParam().shared_memory});
+              test::on_hosts(GetParam().hosts));
   }
   const MatmulOptions& options() const { return GetParam().options; }
 };
@@ -196,7 +214,8 @@ TEST_P(CollectiveMatmul, ChangingTokenCountsKeepMemoryBounded) {
     const at::Tensor w = rank_values(group.rank() + 10, {512, 16});
     (void)matmul_all_reduce(poisoned(group), rank_values(group.rank(), {130, 16}), w, {},
                             options());
-    const std::size_t one = group.memory() == nullptr ? 0 : group.memory()->bytes();
+    if (group.memory() == nullptr) return;
+    const std::size_t one = group.memory()->bytes();
     for (int repeat = 0; repeat < 5; ++repeat) {
       for (const std::int64_t m : {8, 64, 6, 2, 130, 0, 64}) {
         const at::Tensor x = rank_values(group.rank(), {m, 16});
@@ -207,7 +226,6 @@ TEST_P(CollectiveMatmul, ChangingTokenCountsKeepMemoryBounded) {
         expect_close(all_gather_matmul(poisoned(group), x, w, {}, options()),
                      reference::all_gather_matmul(group, x, w), "all_gather");
       }
-      if (group.memory() == nullptr) continue;
       EXPECT_LE(group.memory()->bytes(), 8 * one);
     }
   });
@@ -219,9 +237,14 @@ TEST_P(CollectiveMatmul, TwoGroupsAtWorkInOneProcess) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   run([&](const Group& world) {
     const int row = world.rank() / 2, column = world.rank() % 2;
-    const GroupOptions group_options{std::chrono::seconds(30), GetParam().shared_memory};
-    const auto tp = Group::create(store, fmt::format("tp{}", row), column, 2, group_options);
-    const auto dp = Group::create(store, fmt::format("dp{}", column), row, 2, group_options);
+    const auto options_of = [&](int first, int second) {
+      const auto& hosts = GetParam().hosts;
+      return hosts.empty() ? test::on_hosts({}) : test::on_hosts({hosts[first], hosts[second]});
+    };
+    const auto tp = Group::create(store, fmt::format("tp{}", row), column, 2,
+                                  options_of(2 * row, 2 * row + 1));
+    const auto dp =
+        Group::create(store, fmt::format("dp{}", column), row, 2, options_of(column, 2 + column));
     for (int i = 0; i < 5; ++i) {
       const at::Tensor x = rank_values(world.rank() + i, {31, 8}), w = rank_values(column, {12, 8});
       auto reduced = start_matmul_all_reduce(*tp, x, w, {}, options());

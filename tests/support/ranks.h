@@ -4,10 +4,14 @@
 
 #include <ATen/Parallel.h>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -16,6 +20,19 @@
 #include "braid/comm/group.h"
 
 namespace braid::test {
+
+using HostNumbers = std::vector<int>;  // of each rank; empty: one host
+inline HostNumbers apart(int size) {
+  HostNumbers hosts(static_cast<std::size_t>(size));
+  std::iota(hosts.begin(), hosts.end(), 0);
+  return hosts;
+}
+inline std::string name_of(const HostNumbers& hosts) {
+  return hosts.empty() ? "" : fmt::format(" on hosts {}", fmt::join(hosts, ""));
+}
+inline GroupOptions on_hosts(HostNumbers hosts, std::chrono::seconds timeout = std::chrono::seconds(30)) {
+  return {timeout, true, std::move(hosts)};
+}
 
 /// Runs fn(group) on `num_ranks` threads, each with its rank's Group; rethrows the first exception.
 /// Assertions inside fn throw or use EXPECT_. One ATen thread per rank.

@@ -66,7 +66,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   std::vector<Candidate> candidates{{"step", [&] { run(chosen, measured); }},
                                     {"serial", [&] { run({Mode::serial}, serial); }}};
   std::optional<Trainer> stub;
-  if (mesh.world->memory() != nullptr) {
+  if (mesh.world->on_one_host()) {
     TrainConfig without_file = config;
     without_file.tuner_file.clear();
     stub.emplace(without_file, alone, batch);
@@ -92,7 +92,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
       {"tensor_model_parallel_size", config.tensor_model_parallel_size},
       {"sequence_parallel", config.sequence_parallel},
       {"mode", mode_of(config)},
-      {"shared_memory", mesh.world->memory() != nullptr},
+      {"shared_memory", mesh.world->on_one_host()},
       {"num_layers", config.num_layers},
       {"hidden_size", config.hidden_size},
       {"seq_length", config.seq_length},

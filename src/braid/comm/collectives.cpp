@@ -54,7 +54,7 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   }
   if (group.size() == 1) return done(x_shard.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_gather");
-  return group.memory() != nullptr
+  return group.on_one_host()
              ? shared::start_all_gather(group, x_shard.detach(), std::move(rows))
              : network::start_all_gather(group, x_shard.detach().contiguous(), std::move(rows));
 }
@@ -67,7 +67,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
   check_total("reduce_scatter: the sum of rows and the rows of x", rows, x);
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("reduce_scatter");
-  return group.memory() != nullptr
+  return group.on_one_host()
              ? shared::start_reduce_scatter(group, x.detach(), std::move(rows))
              : network::start_reduce_scatter(group, x.detach().contiguous(), std::move(rows));
 }
@@ -84,7 +84,7 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
     return done(out);
   }
   const trace::Operation operation("all_reduce");
-  return group.memory() != nullptr
+  return group.on_one_host()
              ? shared::start_all_reduce(group, x.detach(), op, std::move(out))
              : network::start_all_reduce(group, x.detach().contiguous(), op, std::move(out));
 }
@@ -95,7 +95,7 @@ Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::S
   check_rows(group, "reduce_scatter", "rows", rows);
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), sizes[0],
                  "reduce_scatter: the sum of rows and the rows of x");
-  if (group.memory() != nullptr) {
+  if (group.on_one_host()) {
     const trace::Operation operation("reduce_scatter");
     return shared::prepare_reduce_scatter(group, sizes, dtype, std::move(rows));
   }
@@ -105,7 +105,7 @@ Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::S
 
 Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                             at::Tensor out) {
-  if (group.memory() != nullptr) {
+  if (group.on_one_host()) {
     const trace::Operation operation("all_reduce");
     return shared::prepare_all_reduce(group, sizes, dtype, ReduceOp::sum, std::move(out));
   }
@@ -124,7 +124,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   BRAID_CHECK_EQ(send_rows[own], recv_rows[own], "all_to_all: rows from this rank to itself");
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_to_all");
-  return group.memory() != nullptr
+  return group.on_one_host()
              ? shared::start_all_to_all(group, x.detach(), std::move(send_rows),
                                         std::move(recv_rows))
              : network::start_all_to_all(group, x.detach().contiguous(), std::move(send_rows),
@@ -166,14 +166,14 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
               " is not a rank of a group of ", group.size());
   if (group.size() == 1) return x.clone(at::MemoryFormat::Contiguous);
   const trace::Operation operation("broadcast");
-  return group.memory() != nullptr ? shared::broadcast(group, x.detach(), root)
+  return group.on_one_host() ? shared::broadcast(group, x.detach(), root)
                                    : network::broadcast(group, x.detach().contiguous(), root);
 }
 
 void barrier(const Group& group) {
   if (group.size() == 1) return;
   const trace::Operation operation("barrier");
-  group.memory() != nullptr ? shared::barrier(group) : network::barrier(group);
+  group.on_one_host() ? shared::barrier(group) : network::barrier(group);
 }
 
 }  // namespace braid

@@ -2,12 +2,16 @@
 #include "braid/comm/group.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <atomic>
+#include <future>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "braid/comm/gloo_group.h"
 #include "braid/comm/shared_memory.h"
+#include "braid/comm/wire.h"
 #include "braid/core/check.h"
 
 namespace braid {
@@ -45,13 +49,22 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   group->size_ = size;
   group->name_ = name;
   group->options_ = options;
+  group->hosts_ = Hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
   if (size == 1 && store == nullptr) return group;
   group->store_ = c10::make_intrusive<c10d::PrefixStore>(name, store);
   group->store_->setTimeout(options.timeout);
   check_sizes(*group->store_, name, rank, size);
   if (size == 1) return group;
-  if (options.shared_memory)
-    group->memory_ = SharedMemory::create(group->store_, name, rank, size, options.timeout);
+  const auto& pretended = options.pretended_hosts;
+  const int pretended_host = !options.shared_memory ? rank
+                             : pretended.empty()    ? 0
+                                                    : pretended.at(static_cast<std::size_t>(rank));
+  group->memory_ = SharedMemory::create(group->store_, name, rank, size, pretended_host,
+                                        options.timeout, group->hosts_);
+  if (group->on_one_host()) return group;
+  group->memory_->follow_losses([raw = group.get()](int peer) { return raw->find_lost(peer); });
+  group->wire_ = std::make_unique<Wire>(*group);
+  (void)group->backend();
   return group;
 }
 
@@ -60,6 +73,7 @@ std::shared_ptr<Group> Group::create_stub(const std::string& name, int rank, int
   group->rank_ = rank;
   group->size_ = size;
   group->name_ = name;
+  group->hosts_ = Hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
   if (size > 1) group->memory_ = SharedMemory::create_stub(name, rank, size);
   return group;
 }
@@ -71,25 +85,85 @@ Group::Group() {
 
 Group::~Group() = default;
 
-void Group::fail(const std::string& lost, std::string why) const {
+void Group::naming(const char* op, int peer, const std::function<void()>& f) const {
   check_usable();
-  const std::string mine = fmt::format("rank {} lost {}", rank_, lost);
+  const auto since = std::chrono::steady_clock::now();
   try {
-    const std::string first = store_->compareSet("lost", std::string(), mine);
-    if (first != mine) why += fmt::format(" ({} before)", first);
-  } catch (const std::exception&) {  // the store went with the peer
+    f();
+  } catch (const std::exception& error) {
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    const int lost = find_lost(peer);
+    const auto& behind = hosts_.neighbours(lost);
+    std::string text = fmt::format("{}: group {} rank {}: lost rank {}", op, name_, rank_, lost);
+    if (behind.size() > 1) text += fmt::format(" (of the host with ranks {})", fmt::join(behind, ", "));
+    if (lost != peer) text += fmt::format(", which rank {} waited for", peer);
+    text += fmt::format(": {:.3f} s elapsed of at most {:.3f} s: {}", elapsed.count(),
+                        std::chrono::duration<double>(wire_timeout()).count(),
+                        known != nullptr ? known->what_without_backtrace() : error.what());
+    fail(lost, op, std::make_exception_ptr(c10::DistBackendError(
+                       {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
   }
-  lost_ = why;
-  C10_THROW_ERROR(DistBackendError, why);
+}
+
+void Group::fail_disagreed(const char* op, const std::string& text) const {
+  fail(rank_, op, std::make_exception_ptr(c10::ValueError(
+                      {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
+}
+
+void Group::fail(int lost, const char* op, std::exception_ptr error) const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_ == nullptr) {
+      error_ = std::move(error);
+      memory_->fail_from_outside(lost, op, error_);
+    }
+  }
+  std::rethrow_exception(error_);
+}
+
+int Group::find_lost(int peer) const {
+  // On a thread that may be left behind: a store beyond a wire that is cut never answers.
+  static constexpr std::chrono::milliseconds kLimit{1000}, kPause{20};
+  struct Found {
+    std::mutex mutex;
+    int lost;
+  };
+  auto found = std::make_shared<Found>();
+  found->lost = peer;
+  auto done = std::make_shared<std::promise<void>>();
+  const auto is_done = done->get_future();
+  std::thread([found, done, store = store_, rank = rank_, lost = peer]() mutable {
+    const auto key = [](int who) { return fmt::format("lost/{}", who); };
+    const auto deadline = std::chrono::steady_clock::now() + kLimit;
+    try {
+      store->set(key(rank), std::to_string(lost));
+      while (std::chrono::steady_clock::now() < deadline) {
+        if (!store->check({key(lost)})) {
+          std::this_thread::sleep_for(kPause);
+          continue;
+        }
+        const int next = std::stoi(store->get_to_str(key(lost)));
+        if (next == rank || next == lost) break;
+        const std::lock_guard lock(found->mutex);
+        found->lost = lost = next;
+      }
+    } catch (const std::exception&) {  // the store went with the peer
+    }
+    done->set_value();
+  }).detach();
+  (void)is_done.wait_for(kLimit + kPause);
+  const std::lock_guard lock(found->mutex);
+  return found->lost;
 }
 
 void Group::check_usable() const {
-  TORCH_CHECK_WITH(DistBackendError, lost_.empty(), "group ", name_, " is unusable since: ", lost_);
+  const std::lock_guard lock(mutex_);
+  if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
 c10d::Backend& Group::backend() const {
   TORCH_INTERNAL_ASSERT(size_ > 1, "a group of one has no messages to send");
-  check_usable();
   if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout);
   return *backend_;
 }

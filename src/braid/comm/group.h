@@ -1,25 +1,33 @@
-// The ranks of one axis (tp, dp, ...): a process group of c10d, and the memory they share when they
-// are on one host.
+// The ranks of one axis (tp, dp, ...): their hosts, the memory that those of a host share, and a
+// process group of c10d for what goes between hosts.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
+#include "braid/comm/hosts.h"
 #include "braid/core/env.h"
 
 namespace braid {
 
 class SharedMemory;
+class Wire;
 
 struct GroupOptions {
   std::chrono::milliseconds timeout = env().timeout;
-  bool shared_memory = env().shared_memory;  // false: everything goes through the process group
+  bool shared_memory = env().shared_memory;  // false: as if every rank were on a host of its own
+  /// By rank; those with different ones are as on different hosts, even if they could share memory.
+  std::vector<int> pretended_hosts = {};
 };
 
 /// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations
@@ -44,31 +52,42 @@ class Group {
   /// Different for every Group object of this process.
   std::uint64_t id() const { return id_; }
   std::chrono::milliseconds timeout() const { return options_.timeout; }
-  /// The memory that all ranks map, or null: ranks on several hosts, or switched off, or a group of one.
+  const Hosts& hosts() const { return hosts_; }
+  bool on_one_host() const { return hosts_.count() == 1; }
+  /// The memory that the ranks of this host map. Null in a group of one.
   SharedMemory* memory() const { return memory_.get(); }
-  /// The process group, connected at its first use: collective then. Not for groups of one.
-  /// Errors: DistBackendError after fail().
+  /// Messages to other hosts. Null in a group on one host.
+  Wire* wire() const { return wire_.get(); }
+  /// The process group; on one host it is connected at its first use: collective then. Not for groups of one.
   c10d::Backend& backend() const;
-  /// A message over the process group failed: throws DistBackendError. `lost` is whom it was for or
-  /// from; ranks tell each other by the store who saw a loss first, so that neighbours don't blame
-  /// each other. Further calls are refused.
-  [[noreturn]] void fail(const std::string& lost, std::string why) const;
 
-  /// A tag for point-to-point messages, different for every operation in flight; the same on all ranks.
-  int next_tag() const { return static_cast<int>(++num_tags_ & 0x3fffffff); }
+  /// Runs `f`, which sends to `peer`, receives from it or waits for that: what the process group throws becomes
+  /// a loss of the peer. The ranks that lost one tell each other through the store whom, so that
+  /// neighbours don't blame each other. Errors: DistBackendError, now and in further calls, and of
+  /// whoever waits in the group's memory.
+  void naming(const char* op, int peer, const std::function<void()>& f) const;
+  /// Another host's rank has another header. Errors: ValueError, now and in further calls.
+  [[noreturn]] void fail_disagreed(const char* op, const std::string& text) const;
+  /// The longest wait for a message: longer than one in memory, so that who waits for this host's ranks says why.
+  std::chrono::milliseconds wire_timeout() const { return timeout() + std::chrono::seconds(1); }
 
  private:
   Group();
+  [[noreturn]] void fail(int lost, const char* op, std::exception_ptr error) const;
+  /// Tells the run that this rank lost `peer`, and finds out whom that one has lost. Takes a second at most.
+  int find_lost(int peer) const;
   void check_usable() const;
   std::uint64_t id_;
   int rank_ = 0, size_ = 1;
   std::string name_;
   GroupOptions options_;
+  Hosts hosts_;
   c10::intrusive_ptr<c10d::Store> store_;
   mutable c10::intrusive_ptr<c10d::Backend> backend_;
   std::unique_ptr<SharedMemory> memory_;
-  mutable std::string lost_;
-  mutable std::int64_t num_tags_ = 0;
+  std::unique_ptr<Wire> wire_;
+  mutable std::mutex mutex_;
+  mutable std::exception_ptr error_;  // why the group is unusable
 };
 
 }  // namespace braid

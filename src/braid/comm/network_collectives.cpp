@@ -1,206 +1,167 @@
-// Collectives over the process group.
-#include <fmt/format.h>
+// Collectives between hosts, over the fused streams: a byte crosses the wire once a host.
+#include <c10/util/hash.h>
 
-#include <chrono>
+#include <cstring>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "braid/comm/shared_memory.h"
+#include "braid/comm/slot_tensor.h"
+#include "braid/comm/streams.h"
 #include "braid/comm/transports.h"
-#include "braid/core/trace.h"
+#include "braid/comm/wire.h"
 
 namespace braid::network {
 namespace {
 
-/// The messages of one operation. What the process group throws becomes a DistBackendError that
-/// names the operation and, where it is known, the peer.
-class Messages {
- public:
-  Messages(const Group& group, const char* op) : group_(group), op_(op) {}
+// All-reduces up to here, and maxima, gather all inputs (one hop); larger sums scatter and gather parts.
+constexpr std::size_t kGatherBytes = 64 << 10;
+// So much of a rank's rows travels at once, about.
+constexpr std::size_t kPieceBytes = 1 << 20;
 
-  void send(const at::Tensor& x, int peer, int tag) {
-    if (x.numel() == 0) return;
-    add(
-        peer,
-        [&](c10d::Backend& backend, auto& tensors) { return backend.send(tensors, peer, tag); }, x);
-  }
-  void receive(const at::Tensor& x, int peer, int tag) {
-    if (x.numel() == 0) return;
-    add(
-        peer,
-        [&](c10d::Backend& backend, auto& tensors) { return backend.recv(tensors, peer, tag); }, x);
-  }
-  /// `start(backend, tensors)` starts a collective of the process group on x.
-  template <class Start>
-  void collective(Start&& start, const at::Tensor& x) {
-    add(kAll, std::forward<Start>(start), x);
-  }
+int num_pieces(std::size_t bytes) {
+  return static_cast<int>(std::clamp<std::size_t>(bytes / kPieceBytes, 1, kMaxChunks));
+}
 
-  const char* op() const { return op_; }
+std::vector<std::int64_t> ones(const Group& group) {
+  return std::vector<std::int64_t>(static_cast<std::size_t>(group.size()), 1);
+}
 
-  void wait() const {
-    const trace::Operation operation(op_, trace::resumed);
-    const trace::Span span(trace::Kind::wait, "wait");
-    for (const Message& message : messages_)
-      naming(message.peer, [&] { message.work->wait(group_.timeout()); });
-  }
+/// x [rows, elements of a row].
+at::Tensor flat(const at::Tensor& x) {
+  return x.contiguous().view({x.dim() == 0 ? 1 : x.size(0), row_elements(x)});
+}
 
- private:
-  static constexpr int kAll = -1;
-  struct Message {
-    c10::intrusive_ptr<c10d::Work> work;
-    int peer;
-  };
-
-  template <class Start>
-  void add(int peer, Start&& start, const at::Tensor& x) {
-    std::vector<at::Tensor> tensors{x};
-    naming(peer, [&] { messages_.push_back({start(group_.backend(), tensors), peer}); });
-  }
-
-  template <class F>
-  void naming(int peer, F&& f) const {
-    const auto since = std::chrono::steady_clock::now();
-    try {
-      f();
-    } catch (const c10::ValueError&) {
-      throw;
-    } catch (const std::exception& error) {
-      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
-      const auto* known = dynamic_cast<const c10::Error*>(&error);
-      const std::string lost = peer == kAll ? "a peer" : fmt::format("rank {}", peer);
-      group_.fail(
-          lost,
-          fmt::format("{}: group {} rank {}: lost {}: {:.3f} s elapsed of at most {:.3f} s: {}",
-                      op_, group_.name(), group_.rank(), lost, elapsed.count(),
-                      std::chrono::duration<double>(group_.timeout()).count(),
-                      known != nullptr ? known->what_without_backtrace() : error.what()));
+/// A gather that was started: writes all rows into out when it is waited for.
+Pending<at::Tensor> finish_gather(const char* op, std::shared_ptr<GatherStream> stream,
+                                  at::Tensor out, at::Tensor flat_out) {
+  return Pending<at::Tensor>([op, stream = std::move(stream), out = std::move(out),
+                              flat_out = std::move(flat_out)] {
+    const trace::Operation operation(op, trace::resumed);
+    while (const auto tile = stream->next()) {
+      const trace::Span span(trace::Kind::copy, "fetch");
+      flat_out.narrow(0, tile->begin, tile->data.size(0)).copy_(tile->data);
     }
-  }
+    return out;
+  });
+}
 
-  const Group& group_;
-  const char* op_;
-  std::vector<Message> messages_;
-};
+/// Hands the rows of x to a reduction.
+Pending<at::Tensor> start_reduction(const Group& group, const char* op, const at::Tensor& x,
+                                    ReduceShape shape) {
+  const std::size_t largest = static_cast<std::size_t>(
+      *std::max_element(shape.rows.begin(), shape.rows.end()) * shape.n);
+  std::shared_ptr<ReduceStream> stream = make_fused_reduce(
+      group, op, std::move(shape), false, false, num_pieces(largest * x.element_size()));
+  while (const auto tile = stream->next()) {
+    const trace::Span span(trace::Kind::copy, "publish");
+    const at::Tensor rows = x.narrow(0, tile->begin, tile->rows);
+    at::Tensor out = tile->out;
+    if (tile->accumulate)
+      out.add_(rows);
+    else
+      out.copy_(rows);
+  }
+  return Pending<at::Tensor>([op, stream] {
+    const trace::Operation operation(op, trace::resumed);
+    return stream->finish();
+  });
+}
 
 }  // namespace
 
 Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
                                      std::vector<std::int64_t> rows) {
   if (rows.empty()) rows = all_gather_rows(group, x_shard);
-  const int tag = group.next_tag();
-  at::Tensor out =
+  const at::Tensor out =
       at::empty(with_rows(x_shard, std::reduce(rows.begin(), rows.end())), x_shard.options());
-  Messages messages(group, "all_gather");
-  std::int64_t begin = 0;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const std::int64_t n = rows[static_cast<std::size_t>(peer)];
-    const at::Tensor part = out.narrow(0, begin, n);
-    begin += n;
-    if (peer == group.rank()) {
-      const trace::Span span(trace::Kind::copy, "fetch");
-      part.copy_(x_shard);
-      continue;
-    }
-    messages.send(x_shard, peer, tag);
-    messages.receive(part, peer, tag);
-  }
-  return Pending<at::Tensor>([x_shard, out, messages] {
-    messages.wait();
-    return out;
-  });
+  return finish_gather("all_gather",
+                       make_fused_gather(group, "all_gather", flat(x_shard), std::move(rows), 1),
+                       out, flat(out));
 }
 
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
                                          std::vector<std::int64_t> rows) {
-  const auto own = static_cast<std::size_t>(group.rank());
-  const int tag = group.next_tag();
-  Messages messages(group, "reduce_scatter");
-  std::vector<at::Tensor> parts(rows.size());  // of my rows, by rank
-  std::int64_t begin = 0;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const auto p = static_cast<std::size_t>(peer);
-    const at::Tensor theirs = x.narrow(0, begin, rows[p]);
-    begin += rows[p];
-    if (peer == group.rank()) {
-      parts[p] = theirs;
-      continue;
-    }
-    parts[p] = at::empty(with_rows(x, rows[own]), x.options());
-    messages.send(theirs, peer, tag);
-    messages.receive(parts[p], peer, tag);
-  }
-  return Pending<at::Tensor>([x, parts, messages] {
-    const trace::Operation operation(messages.op(), trace::resumed);
-    messages.wait();
-    const trace::Span span(trace::Kind::copy, "reduce");
-    at::Tensor sum = at::empty(parts[0].sizes(), x.options());
-    sum_parts(sum, parts);
-    return sum;
-  });
+  const auto sizes = with_rows(x, rows[static_cast<std::size_t>(group.rank())]);
+  ReduceShape shape{std::move(rows), row_elements(x), x.scalar_type()};
+  auto pending = std::make_shared<Pending<at::Tensor>>(
+      start_reduction(group, "reduce_scatter", flat(x), std::move(shape)));
+  return Pending<at::Tensor>([x, sizes, pending] { return pending->wait().view(sizes); });
 }
 
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
                                      at::Tensor out) {
-  at::Tensor sum = x.to(sum_dtype(x.scalar_type()), /*non_blocking=*/false, /*copy=*/true);
-  c10d::AllreduceOptions options;
-  options.reduceOp = op == ReduceOp::max ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-  Messages messages(group, "all_reduce");
-  messages.collective(
-      [&](c10d::Backend& backend, auto& tensors) { return backend.allreduce(tensors, options); },
-      sum);
-  return Pending<at::Tensor>([x, out, sum, messages]() mutable {
-    messages.wait();
-    if (!out.defined()) return sum.to(x.scalar_type());
-    out.copy_(sum);
-    return out;
+  constexpr const char* kOp = "all_reduce";
+  auto give = [out, sizes = x.sizes().vec()](const at::Tensor& sum) mutable {
+    return out.defined() ? out.copy_(sum.view(sizes)) : sum.view(sizes);
+  };
+  if (op == ReduceOp::sum && x.nbytes() > kGatherBytes) {
+    ReduceShape shape{split_rows(x.numel(), group.size()), 1, x.scalar_type()};
+    shape.all_reduce = true;
+    auto pending = std::make_shared<Pending<at::Tensor>>(
+        start_reduction(group, kOp, x.contiguous().view({-1, 1}), std::move(shape)));
+    return Pending<at::Tensor>([x, give, pending]() mutable { return give(pending->wait()); });
+  }
+  const at::Tensor all = at::empty({group.size(), x.numel()}, x.options());
+  auto pending = std::make_shared<Pending<at::Tensor>>(finish_gather(
+      kOp, make_fused_gather(group, kOp, x.contiguous().view({1, x.numel()}), ones(group), 1), all,
+      all));
+  return Pending<at::Tensor>([x, op, give, pending]() mutable {
+    const at::Tensor inputs = pending->wait();
+    if (op == ReduceOp::max) return give(inputs.amax(0));
+    const at::Tensor sum = at::empty({x.numel()}, x.options());
+    sum_parts(sum, inputs.unbind(0));
+    return give(sum);
   });
 }
 
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows) {
-  at::Tensor out =
+  constexpr const char* kOp = "all_to_all";
+  Header header = tensor_header(kOp, x.sizes(), x.scalar_type());
+  header.rows_agree = false;
+  Wire& wire = *group.wire();
+  const Wire::Operation operation = wire.start(kOp, header);
+  const at::Tensor out =
       at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
-  const int tag = group.next_tag();
-  Messages messages(group, "all_to_all");
-  std::int64_t from = 0, to = 0;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const auto p = static_cast<std::size_t>(peer);
-    const at::Tensor theirs = x.narrow(0, from, send_rows[p]);
-    const at::Tensor mine = out.narrow(0, to, recv_rows[p]);
-    from += send_rows[p];
-    to += recv_rows[p];
-    if (peer == group.rank()) {
-      mine.copy_(theirs);
-      continue;
-    }
-    messages.send(theirs, peer, tag);
-    messages.receive(mine, peer, tag);
+  const auto part = [](const at::Tensor& of, const std::vector<std::int64_t>& rows, int peer) {
+    return of.narrow(0, first_row(rows, peer), rows[static_cast<std::size_t>(peer)]);
+  };
+  std::vector<Message> messages;
+  for (int step = 1; step < group.size(); ++step) {
+    const int from = (group.rank() + group.size() - step) % group.size();
+    messages.push_back(wire.receive(operation, Wire::Hop::first, part(out, recv_rows, from), from));
   }
-  return Pending<at::Tensor>([x, out, messages] {
-    messages.wait();
+  for (int step = 1; step < group.size(); ++step) {
+    const int to = (group.rank() + step) % group.size();
+    messages.push_back(wire.send(operation, Wire::Hop::first, part(x, send_rows, to), to));
+  }
+  at::Tensor(part(out, recv_rows, group.rank())).copy_(part(x, send_rows, group.rank()));
+  return Pending<at::Tensor>([x, out, messages]() mutable {
+    const trace::Operation resumed(kOp, trace::resumed);
+    for (Message& message : messages) message.wait();
     return out;
   });
 }
 
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
-  at::Tensor out = x.clone();
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  Messages messages(group, "broadcast");
-  messages.collective(
-      [&](c10d::Backend& backend, auto& tensors) { return backend.broadcast(tensors, options); },
-      out);
-  messages.wait();
-  return out;
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(group.size()), 0);
+  rows[static_cast<std::size_t>(root)] = 1;
+  const at::Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
+  const at::Tensor row = x.contiguous().view({1, x.numel()});
+  return finish_gather("broadcast",
+                       make_fused_gather(group, "broadcast",
+                                         row.narrow(0, 0, group.rank() == root ? 1 : 0), rows,
+                                         1),
+                       out, out.view({1, x.numel()}))
+      .wait();
 }
 
 void barrier(const Group& group) {
-  Messages messages(group, "barrier");
-  messages.collective([](c10d::Backend& backend, auto&) { return backend.barrier(); },
-                      at::Tensor());
-  messages.wait();
+  const at::Tensor mine = at::zeros({1, 1}, at::kByte);
+  const at::Tensor all = at::empty({group.size(), 1}, at::kByte);
+  (void)finish_gather("barrier", make_fused_gather(group, "barrier", mine, ones(group), 1), all, all)
+      .wait();
 }
 
 }  // namespace braid::network

@@ -268,53 +268,78 @@ void Region::allocate(std::size_t begin, std::size_t end) const {
 }
 
 Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
-                          int rank, int size, const std::shared_ptr<Region>& mine,
-                          std::size_t bytes, std::chrono::milliseconds timeout) {
+                          int rank, int size, int pretended_host, int most,
+                          const std::shared_ptr<Region>& mine, std::size_t bytes,
+                          std::chrono::milliseconds timeout) {
   struct Offer {
     Nonce nonce;
     std::uint64_t bytes;
+    std::int64_t pretended_host;
   };
-  struct Seen {
-    bool all;
+  struct First {
+    int on_host;
   };
-  Exchange result;
+  struct Mapped {
+    bool yes;
+  };
   const Member member{*store, group, rank, size};
   Descriptor listener = listen_on(mine->nonce(), size);
-  const std::vector<Offer> all = member.share("offer", Offer{mine->nonce(), bytes});
+  const std::vector<Offer> all =
+      member.share("offer", Offer{mine->nonce(), bytes, pretended_host});
 
-  std::vector<Descriptor> sockets(static_cast<std::size_t>(size));
-  bool local = true;
-  for (int peer = 0; peer < rank && local; ++peer) {
+  std::vector<Descriptor> reached(static_cast<std::size_t>(size));
+  int first_here = rank;
+  for (int peer = rank - 1; peer >= 0; --peer) {
     const auto p = static_cast<std::size_t>(peer);
-    sockets[p] = connect_to(all[p].nonce);
-    local = sockets[p].get() >= 0 && same_user(sockets[p].get());
-    if (local) send_region(sockets[p].get(), {mine->nonce(), all[p].nonce, rank}, mine->fd());
+    if (all[p].pretended_host != pretended_host) continue;
+    Descriptor socket = connect_to(all[p].nonce);
+    if (socket.get() < 0 || !same_user(socket.get())) continue;
+    first_here = peer;
+    reached[p] = std::move(socket);
   }
-  // A connection waits in the listener's backlog, so nobody has to accept before all know that all are here.
-  for (const Seen& seen : member.share("local", Seen{local})) local = local && seen.all;
-  if (!local) return result;
-  for (int peer = 1; peer < size; ++peer) {
+  // A connection waits in the listener's backlog, so nobody has to accept before all know who is where.
+  std::vector<int> first_on_host;
+  for (const First& first : member.share("first", First{first_here}))
+    first_on_host.push_back(first.on_host);
+  Exchange result{Hosts(first_on_host, most), {}, {}};
+  const std::vector<int>& here = result.hosts.neighbours(rank);
+  for (int peer = 0; peer < rank; ++peer) {
     const auto p = static_cast<std::size_t>(peer);
-    BRAID_CHECK(all[p].bytes == all[0].bytes, "group ", group, ": ranks 0 and ", peer,
-                " differ in their bytes of shared memory: ", all[0].bytes, " and ", all[p].bytes,
+    TORCH_CHECK_WITH(DistBackendError,
+                     (reached[p].get() >= 0) == (first_on_host[p] == first_here), "group ", group,
+                     ": ranks ", rank, " and ", peer, " disagree in who shares a host");
+  }
+  for (const int peer : here) {
+    const auto p = static_cast<std::size_t>(peer);
+    BRAID_CHECK(all[p].bytes == bytes, "group ", group, ": ranks ", std::min(peer, rank), " and ",
+                std::max(peer, rank), " differ in their bytes of shared memory: ",
+                all[static_cast<std::size_t>(std::min(peer, rank))].bytes, " and ",
+                all[static_cast<std::size_t>(std::max(peer, rank))].bytes,
                 ". HINT: the same BRAID_SLOT_BYTES on all ranks of a host");
   }
 
-  std::vector<std::shared_ptr<Region>> regions(static_cast<std::size_t>(size));
-  regions[static_cast<std::size_t>(rank)] = mine;
+  const auto own = static_cast<std::size_t>(result.hosts.index(rank));
+  std::vector<Descriptor> sockets(here.size());
+  result.regions.resize(here.size());
+  result.regions[own] = mine;
+  for (std::size_t i = 0; i < own; ++i) {
+    const auto p = static_cast<std::size_t>(here[i]);
+    sockets[i] = std::move(reached[p]);
+    send_region(sockets[i].get(), {mine->nonce(), all[p].nonce, rank}, mine->fd());
+  }
   const auto receive = [&](int socket, Greeting& greeting) {
     const int fd = receive_region(socket, greeting, timeout);
     if (fd < 0) return std::shared_ptr<Region>();
     const bool known = greeting.rank >= 0 && greeting.rank < size &&
                        greeting.from == all[static_cast<std::size_t>(greeting.rank)].nonce &&
-                       greeting.to == mine->nonce();
+                       greeting.to == mine->nonce() && result.hosts.together(greeting.rank, rank);
     if (!known) {
       ::close(fd);
       return std::shared_ptr<Region>();
     }
     return Region::map(fd, bytes, greeting.from);
   };
-  for (int missing = size - 1 - rank; missing > 0;) {
+  for (std::size_t missing = here.size() - 1 - own; missing > 0;) {
     TORCH_CHECK_WITH(DistBackendError, readable(listener.get(), timeout), "group ", group, " rank ",
                      rank, ": ", missing, " peers passed no shared memory within ", timeout.count(),
                      " ms");
@@ -323,23 +348,22 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
     if (socket.get() < 0 || !same_user(socket.get())) continue;  // a stranger
     auto region = receive(socket.get(), greeting);
     if (region == nullptr) continue;
-    const auto p = static_cast<std::size_t>(greeting.rank);
+    const auto i = static_cast<std::size_t>(result.hosts.index(greeting.rank));
     send_region(socket.get(), {mine->nonce(), greeting.from, rank}, mine->fd());
-    regions[p] = std::move(region);
-    sockets[p] = std::move(socket);
+    result.regions[i] = std::move(region);
+    sockets[i] = std::move(socket);
     --missing;
   }
-  for (int peer = 0; peer < rank; ++peer) {
-    const auto p = static_cast<std::size_t>(peer);
+  for (std::size_t i = 0; i < own; ++i) {
     Greeting greeting{};
-    regions[p] = receive(sockets[p].get(), greeting);
-    TORCH_CHECK_WITH(DistBackendError, regions[p] != nullptr, "group ", group, " rank ", rank,
-                     ": peer ", peer, " passed no shared memory within ", timeout.count(), " ms");
+    result.regions[i] = receive(sockets[i].get(), greeting);
+    TORCH_CHECK_WITH(DistBackendError, result.regions[i] != nullptr, "group ", group, " rank ",
+                     rank, ": peer ", here[i], " passed no shared memory within ", timeout.count(),
+                     " ms");
   }
   // Nobody leaves before all have mapped all: a rank that is done with its group at once takes its
   // region with it.
-  (void)member.share("mapped", Seen{true});
-  result.regions = std::move(regions);
+  (void)member.share("mapped", Mapped{true});
   for (Descriptor& socket : sockets) result.sockets.push_back(socket.release());
   return result;
 }

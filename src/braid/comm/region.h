@@ -12,6 +12,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "braid/comm/hosts.h"
+
 namespace braid {
 
 using Nonce = std::array<std::uint64_t, 2>;
@@ -43,15 +45,20 @@ class Region {
 };
 
 struct Exchange {
-  std::vector<std::shared_ptr<Region>>
-      regions;               // by rank; empty when not all ranks are on this host
-  std::vector<int> sockets;  // by rank, open; -1 for this one. The caller closes them.
+  Hosts hosts;
+  // Of this host's ranks, in their order:
+  std::vector<std::shared_ptr<Region>> regions;
+  std::vector<int> sockets;  // open; -1 for this one. The caller closes them.
 };
 
-/// Passes `mine` to all ranks and maps theirs. Collective over the store.
+/// Finds the ranks of this host, passes them `mine` and maps theirs. Collective over the store. Ranks are on one
+/// host when they reach each other's abstract socket, as one user, and their regions' nonces are seen.
+///   pretended_host   ranks with different ones are never on one host
+///   most             ranks of a host that share regions; more are as on several hosts
 /// Errors: DistBackendError when a peer does not come within the time-out.
 Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const std::string& group,
-                          int rank, int size, const std::shared_ptr<Region>& mine,
-                          std::size_t bytes, std::chrono::milliseconds timeout);
+                          int rank, int size, int pretended_host, int most,
+                          const std::shared_ptr<Region>& mine, std::size_t bytes,
+                          std::chrono::milliseconds timeout);
 
 }  // namespace braid

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 
 #include "braid/comm/region.h"
 #include "braid/core/check.h"
@@ -32,18 +33,24 @@ constexpr std::uint64_t released(std::int64_t sequence) {
   return static_cast<std::uint64_t>(sequence) << 16;
 }
 
-/// What the headers of an operation differ in, or who refused it, in words; empty if they agree.
-std::string disagreement(const std::string& group, const std::vector<Header>& headers) {
+constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+std::string disagreement(const std::string& group, const std::vector<int>& ranks,
+                         const std::vector<Header>& headers) {
   for (std::size_t r = 0; r < headers.size(); ++r)
     if (headers[r].refused[0] != 0)
-      return fmt::format("{}: rank {} of group {} can't take part: {}", headers[r].op, r, group,
-                         headers[r].refused);
+      return fmt::format("{}: rank {} of group {} can't take part: {}", headers[r].op, ranks[r],
+                         group, headers[r].refused);
   const Header& a = headers[0];
   for (std::size_t r = 1; r < headers.size(); ++r) {
     const Header& b = headers[r];
     const auto differ = [&](const char* what, const auto& x, const auto& y) {
-      return fmt::format("{}: ranks 0 and {} of group {} disagree in {}: {} and {}", a.op, r, group,
-                         what, x, y);
+      return fmt::format("{}: ranks {} and {} of group {} disagree in {}: {} and {}", a.op,
+                         ranks[0], ranks[r], group, what, x, y);
     };
     if (std::strcmp(a.op, b.op) != 0) return differ("the operation", a.op, b.op);
     if (a.dtype != b.dtype)
@@ -56,12 +63,6 @@ std::string disagreement(const std::string& group, const std::vector<Header>& he
   }
   return {};
 }
-
-constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
-  return (n + unit - 1) / unit * unit;
-}
-
-}  // namespace
 
 /// Header and flags of one operation, all written by the region's rank. Flags are sequence << 16 | count.
 /// | word      | state                                                 | who reads               | at rest         |
@@ -86,6 +87,7 @@ struct SharedMemory::Entry {
 /// | word        | state                                                | who reads            | at rest |
 /// | waits_for   | 1 + the rank it sleeps for                           | who waits in vain    | 0       |
 /// | flag, until | that rank's flag (bytes into its region), the value  | the same             | any     |
+/// | remote      | 1 + the rank that it waits for on another host       | who waits in vain    | 0       |
 /// | lost        | 1 + the rank it saw lost, or waited for in vain      | all, while they wait | 0       |
 /// | disagreed   | the last operation that it told a disagreement in    | all, while they wait | any     |
 /// | lost_op     | the operation it was in; written before `lost`, once | all, after `lost`    | ""      |
@@ -94,30 +96,43 @@ struct SharedMemory::Control {
   std::atomic<std::int32_t> waits_for;
   std::atomic<std::uint32_t> flag;
   std::atomic<std::uint64_t> until;
+  std::atomic<std::int32_t> remote;
   std::atomic<std::int32_t> lost;
   char lost_op[32];
   std::atomic<std::int64_t> disagreed;
   Entry entries[kEntries];
 };
 
+SharedMemory::SharedMemory(std::string group, std::vector<int> ranks, int rank)
+    : group_(std::move(group)), ranks_(std::move(ranks)) {
+  for (int i = 0; i < size(); ++i) {
+    index_.resize(static_cast<std::size_t>(name(i)) + 1, -1);
+    index_.back() = i;
+  }
+  own_ = index(rank);
+}
+
 std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d::Store>& store,
                                                    const std::string& group, int rank, int size,
-                                                   std::chrono::milliseconds timeout) {
-  if (size > kMaxRanks) return nullptr;
+                                                   int pretended_host,
+                                                   std::chrono::milliseconds timeout,
+                                                   Hosts& hosts) {
   const std::size_t bytes = control_bytes() + kSlots * env().slot_bytes;
   auto mine = Region::make(bytes);
   mine->allocate(0, control_bytes());  // zeroed: every word at rest
-  Exchange exchange = exchange_regions(store, group, rank, size, mine, bytes, timeout);
-  if (exchange.regions.empty()) return nullptr;
-  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory);
-  memory->group_ = group;
-  memory->rank_ = rank;
+  Exchange exchange =
+      exchange_regions(store, group, rank, size, pretended_host, kMaxRanks, mine, bytes, timeout);
+  hosts = std::move(exchange.hosts);
+  auto memory =
+      std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts.neighbours(rank), rank));
   memory->timeout_ = timeout;
   memory->regions_ = std::move(exchange.regions);
   memory->sockets_ = std::move(exchange.sockets);
   memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
-  // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host.
-  memory->spins_ = size <= ::sysconf(_SC_NPROCESSORS_ONLN) ? env().spin : 0;
+  // Ranks that launch_ranks pinned to a core each see one core: what counts is the whole host. Between hosts
+  // the threads that bring what is waited for need this core.
+  const bool has_cores = memory->size() <= ::sysconf(_SC_NPROCESSORS_ONLN);
+  memory->spins_ = has_cores && hosts.count() == 1 ? env().spin : 0;
   return memory;
 }
 
@@ -125,9 +140,9 @@ std::unique_ptr<SharedMemory> SharedMemory::create_stub(const std::string& group
                                                         int size) {
   const auto region = Region::make(control_bytes() + kSlots * env().slot_bytes);
   region->allocate(0, control_bytes());
-  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory);
-  memory->group_ = group;
-  memory->rank_ = rank;
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory(group, std::move(ranks), rank));
   memory->is_stub_ = true;
   memory->regions_.assign(static_cast<std::size_t>(size), region);
   memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
@@ -145,20 +160,32 @@ std::size_t SharedMemory::slot_offset(std::size_t slot) {
 
 std::size_t SharedMemory::control_bytes() { return round_up(sizeof(Control), 4096); }
 
-SharedMemory::Control& SharedMemory::control(int rank) const {
+SharedMemory::Control& SharedMemory::control(int index) const {
   return *std::launder(
-      reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(rank)]->data()));
+      reinterpret_cast<Control*>(regions_[static_cast<std::size_t>(index)]->data()));
 }
 
 void SharedMemory::check_usable() const {
+  if (has_failed_outside_.load(std::memory_order_acquire)) std::rethrow_exception(failed_outside_);
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
                    " is unusable since: ", failure_);
 }
 
-void SharedMemory::fail(const Loss& loss, const std::string& text) {
-  Control& mine = control(rank_);
+void SharedMemory::tell(const Loss& loss) const {
+  Control& mine = control(own_);
   loss.op.copy(mine.lost_op, sizeof mine.lost_op - 1);
   mine.lost.store(1 + loss.rank, std::memory_order_release);
+}
+
+void SharedMemory::fail_from_outside(int rank, const char* op, std::exception_ptr error) {
+  failed_outside_ = std::move(error);
+  has_failed_outside_.store(true, std::memory_order_release);
+  if (rank >= 0) tell({rank, name(own_), op});
+}
+
+void SharedMemory::fail(const Loss& loss, const std::string& text) {
+  check_usable();
+  tell(loss);
   failure_ = text;
   C10_THROW_ERROR(DistBackendError, failure_);
 }
@@ -169,7 +196,7 @@ std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t
     const Control& region = control(by);
     const int lost = region.lost.load(std::memory_order_acquire);
     if (lost == 0) return std::nullopt;
-    return Loss{lost - 1, by, region.lost_op};
+    return Loss{lost - 1, name(by), region.lost_op};
   };
   for (int other = 0; other < size(); ++other)
     if (auto loss = reported(other)) return loss;
@@ -182,7 +209,7 @@ std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t
       continue;
     if (auto loss = reported(other)) return loss;  // it left because it saw another one's loss
     const Flag& left = control(other).entries[sequence % kEntries].released;
-    if (other == peer || !left.reached(released(sequence))) return Loss{other, rank_, op};
+    if (other == peer || !left.reached(released(sequence))) return Loss{name(other), name(own_), op};
   }
   return std::nullopt;
 }
@@ -191,13 +218,18 @@ int SharedMemory::end_of_chain(int peer) const {
   for (int step = 0; step < size(); ++step) {
     const Control& waiter = control(peer);
     const int next = waiter.waits_for.load(std::memory_order_acquire) - 1;
-    if (next < 0 || next == rank_) break;
+    if (next < 0 || next == own_ || next == peer) break;
     const auto& flag = *reinterpret_cast<const Flag*>(
         regions_[static_cast<std::size_t>(next)]->data() + waiter.flag.load());
     if (flag.reached(waiter.until.load())) break;  // it would go on, but is frozen
     peer = next;
   }
-  return peer;
+  const int remote = control(peer).remote.load(std::memory_order_acquire) - 1;
+  return remote >= 0 ? remote : name(peer);
+}
+
+void SharedMemory::show_remote_wait(int rank) {
+  control(own_).remote.store(1 + rank, std::memory_order_release);
 }
 
 void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char* op) {
@@ -206,7 +238,7 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
   const trace::Span span(trace::Kind::wait, "wait");
   if (flag.spin(at_least, spins_)) return;
   Clock::duration elapsed{};
-  Control& mine = control(rank_);
+  Control& mine = control(own_);
   mine.flag = static_cast<std::uint32_t>(reinterpret_cast<std::byte*>(&flag) -
                                          regions_[static_cast<std::size_t>(peer)]->data());
   mine.until = at_least;
@@ -218,7 +250,8 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
         std::min<Clock::duration>(now - before, 5 * kSlice);  // more: this process was stopped
     before = now;
     join_disagreement(op);
-    const auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
+    check_usable();
+    auto loss = find_loss(peer, static_cast<std::int64_t>(at_least >> 16), op);
     left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
     if (!loss && left.count() > 0) continue;
     if (flag.reached(at_least)) break;  // what a rank did before it was lost counts
@@ -227,13 +260,15 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
                          std::chrono::duration<double>(elapsed).count(),
                          std::chrono::duration<double>(timeout_).count());
     };
-    const std::string who = fmt::format("{}: group {} rank {}", op, group_, rank_);
+    const std::string who = fmt::format("{}: group {} rank {}", op, group_, name(own_));
     if (!loss) {
-      const Loss late{end_of_chain(peer), rank_, op};
+      const int end = end_of_chain(peer);
+      const Loss late{follow_ ? follow_(end) : end, name(own_), op};
       fail(late, fmt::format("{}: rank {} did not come within the time-out: {}", who, late.rank,
                              times()));
     }
-    if (loss->rank == rank_)
+    if (follow_) loss->rank = follow_(loss->rank);
+    if (loss->rank == name(own_))
       fail(*loss, fmt::format("{}: rank {} waited in vain for this rank in {}, and gave up: {}",
                               who, loss->seen_by, loss->op, times()));
     fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, loss->rank,
@@ -252,7 +287,7 @@ SharedMemory::Lease SharedMemory::start(const Header& header, std::size_t bytes)
   const std::string refused = allocate(mine, base, bytes);
   sequence_ = mine.sequence = sequence;
   mine.in_flight = true;
-  Entry& entry = control(rank_).entries[sequence % kEntries];
+  Entry& entry = control(own_).entries[sequence % kEntries];
   entry.header = header;
   entry.header.slot = base;
   refused.copy(entry.header.refused, sizeof entry.header.refused - 1);
@@ -270,7 +305,7 @@ std::string SharedMemory::allocate(Slot& slot, std::size_t base, std::size_t byt
   if (bytes <= slot.allocated) return {};
   const std::size_t end = std::min(round_up(bytes, 1 << 16), env().slot_bytes);
   try {
-    regions_[static_cast<std::size_t>(rank_)]->allocate(base + slot.allocated, base + end);
+    regions_[static_cast<std::size_t>(own_)]->allocate(base + slot.allocated, base + end);
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   }
@@ -337,7 +372,7 @@ void SharedMemory::check_not_ended(std::int64_t sequence) const {
 }
 
 void SharedMemory::join_disagreement(const char* op) {
-  const std::int64_t told = control(rank_).disagreed.load(std::memory_order_relaxed);
+  const std::int64_t told = control(own_).disagreed.load(std::memory_order_relaxed);
   for (int peer = 0; peer < size(); ++peer) {
     const std::int64_t theirs = control(peer).disagreed.load(std::memory_order_acquire);
     if (theirs > ended_ && (told <= ended_ || theirs < told)) fail_disagreed(theirs, op);
@@ -345,10 +380,10 @@ void SharedMemory::join_disagreement(const char* op) {
 }
 
 void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
-  Control& mine = control(rank_);
+  Control& mine = control(own_);
   Entry& entry = mine.entries[sequence % kEntries];
   const std::vector<Header> headers = headers_of(sequence, op);
-  const std::string text = disagreement(group_, headers);
+  const std::string text = disagreement(group_, ranks_, headers);
   const bool is_refusal = std::any_of(headers.begin(), headers.end(),
                                       [](const Header& header) { return header.refused[0] != 0; });
   entry.started = sequence_;
@@ -368,6 +403,7 @@ void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
   }
   ended_ = last;
   disagreement_ = text;
+  if (follow_) failure_ = text;  // other hosts don't know how far this one went
   is_refusal_ = is_refusal;
   throw_disagreement();
 }
@@ -386,19 +422,20 @@ SharedMemory::Lease::Lease(Lease&& other) noexcept
 
 SharedMemory::Lease::~Lease() { release(); }
 
-SharedMemory::Entry& SharedMemory::Lease::entry(int rank) const {
-  return memory_->control(rank).entries[sequence_ % kEntries];
+SharedMemory::Entry& SharedMemory::Lease::entry(int index) const {
+  return memory_->control(index).entries[sequence_ % kEntries];
 }
 
 std::byte* SharedMemory::Lease::slot(int rank) const {
-  return memory_->regions_[static_cast<std::size_t>(rank)]->data() + entry(rank).header.slot;
+  const int index = memory_->index(rank);
+  return memory_->regions_[static_cast<std::size_t>(index)]->data() + entry(index).header.slot;
 }
 
 void SharedMemory::Lease::agree() {
   memory_->check_not_ended(sequence_);
   if (!headers_.empty()) return;
   std::vector<Header> headers = memory_->headers_of(sequence_, op_);
-  if (!disagreement(memory_->group_, headers).empty()) memory_->fail_disagreed(sequence_, op_);
+  if (!disagreement(memory_->group_, memory_->ranks_, headers).empty()) memory_->fail_disagreed(sequence_, op_);
   headers_ = std::move(headers);
 }
 
@@ -414,26 +451,29 @@ bool SharedMemory::Lease::all_have_started() const {
 }
 
 const Header& SharedMemory::Lease::header(int rank) const {
-  return headers_[static_cast<std::size_t>(rank)];
+  return headers_[static_cast<std::size_t>(memory_->index(rank))];
 }
 
 void SharedMemory::Lease::publish(int count) {
-  entry(memory_->rank()).published.raise(progress(count));
+  entry(memory_->own_).published.raise(progress(count));
 }
 void SharedMemory::Lease::wait_published(int rank, int count) const {
-  wait(entry(rank).published, count, rank);
+  const int index = memory_->index(rank);
+  wait(entry(index).published, count, index);
 }
 void SharedMemory::Lease::publish_result(int count) {
-  entry(memory_->rank()).result.raise(progress(count));
+  entry(memory_->own_).result.raise(progress(count));
 }
 void SharedMemory::Lease::wait_result(int rank, int count) const {
-  wait(entry(rank).result, count, rank);
+  const int index = memory_->index(rank);
+  wait(entry(index).result, count, index);
 }
 void SharedMemory::Lease::post(int owner, int count) {
-  entry(memory_->rank()).posted[owner].raise(progress(count));
+  entry(memory_->own_).posted[memory_->index(owner)].raise(progress(count));
 }
 void SharedMemory::Lease::wait_posted(int writer, int owner, int count) const {
-  wait(entry(writer).posted[owner], count, writer);
+  const int index = memory_->index(writer);
+  wait(entry(index).posted[memory_->index(owner)], count, index);
 }
 
 std::shared_ptr<void> SharedMemory::Lease::keep_slot() {
@@ -449,7 +489,7 @@ std::shared_ptr<void> SharedMemory::Lease::keep_slot() {
     ~Guard() { (*slots)[slot].kept.store(false, std::memory_order_release); }
   };
   return std::shared_ptr<void>(
-      new Guard{memory_->slots_, memory_->regions_[static_cast<std::size_t>(memory_->rank_)],
+      new Guard{memory_->slots_, memory_->regions_[static_cast<std::size_t>(memory_->own_)],
                 slot_},
       [](void* guard) { delete static_cast<Guard*>(guard); });
 }
@@ -458,7 +498,7 @@ void SharedMemory::Lease::release() {
   if (memory_ == nullptr) return;
   SharedMemory& memory = *std::exchange(memory_, nullptr);
   (*memory.slots_)[slot_].in_flight = false;
-  memory.control(memory.rank_).entries[sequence_ % kEntries].released.raise(released(sequence_));
+  memory.control(memory.own_).entries[sequence_ % kEntries].released.raise(released(sequence_));
 }
 
 void SharedMemory::Lease::release_and_wait() {

@@ -1,5 +1,5 @@
-// Memory that all ranks of a group on one host map: a region per rank, with slots for operations in
-// flight and flags.
+// Memory that the ranks of a group on one host map: a region per rank, with slots for operations in
+// flight and flags. Ranks have the numbers that they have in the group.
 //
 // NOTE [lease]. Flags and headers of an operation lie in entry (sequence number % kEntries) of
 // every region: ranks that start the same operations in the same order need no other agreement.
@@ -35,6 +35,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,6 +44,7 @@
 #include <vector>
 
 #include "braid/comm/flag.h"
+#include "braid/comm/hosts.h"
 
 namespace braid {
 
@@ -80,12 +83,13 @@ class SharedMemory {
   static constexpr int kSlots = kInFlight + kKeptSlots;  // so that kept results refuse no operation
   static constexpr int kEntries = 128;
 
-  /// Maps the regions of all ranks. Collective. Null when not all ranks are on this host (proved by
-  /// a nonce read through the memory, not by names). Ranks that are threads of one process share
-  /// one mapping. Errors: DistBackendError when a peer does not come within the time-out.
+  /// Maps the regions of the group's ranks that are on this host, maybe none but this one's, and
+  /// says where the others are (exchange_regions). Collective over the group. Ranks that are threads of
+  /// one process share one mapping. Errors: DistBackendError when a peer does not come within the time-out.
   static std::unique_ptr<SharedMemory> create(const c10::intrusive_ptr<c10d::Store>& store,
                                               const std::string& group, int rank, int size,
-                                              std::chrono::milliseconds timeout);
+                                              int pretended_host, std::chrono::milliseconds timeout,
+                                              Hosts& hosts);
   /// A stand-in for timing what is left without transfers: every peer's region is this rank's own
   /// and waits return at once, so results are wrong. Collective matmuls copy no payload.
   static std::unique_ptr<SharedMemory> create_stub(const std::string& group, int rank, int size);
@@ -98,12 +102,22 @@ class SharedMemory {
   /// or whose host has no memory.
   Lease start(const Header& header, std::size_t bytes);
 
-  int rank() const { return rank_; }
+  /// Makes the memory refuse further calls, and whoever waits in it throw `error`: for a loss that is
+  /// seen elsewhere. The host's other ranks learn that `rank` was lost in `op`. Once, from any thread.
+  void fail_from_outside(int rank, const char* op, std::exception_ptr error);
+  bool is_usable() const {
+    return failure_.empty() && !has_failed_outside_.load(std::memory_order_acquire);
+  }
+  /// Called with whom this rank lost; gives whom that one lost, or the same.
+  void follow_losses(std::function<int(int rank)> follow) { follow_ = std::move(follow); }
+  /// Whom a thread of this rank waits for that is on another host, or -1.
+  void show_remote_wait(int rank);
+
+
   /// Operations of this rank that are started and not finished.
   int num_in_flight() const;
   /// Bytes of this rank's region that have memory: flags and what its slots have needed at most.
   std::size_t bytes() const;
-  int size() const { return static_cast<int>(regions_.size()); }
 
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -111,13 +125,17 @@ class SharedMemory {
  private:
   struct Control;
   struct Entry;
-  SharedMemory() = default;
+  SharedMemory(std::string group, std::vector<int> ranks, int rank);
 
+  int size() const { return static_cast<int>(ranks_.size()); }
+  /// The place of a rank among those of this host: what functions here are called with.
+  int index(int rank) const { return index_[static_cast<std::size_t>(rank)]; }
+  int name(int index) const { return ranks_[static_cast<std::size_t>(index)]; }
   static std::size_t control_bytes();
   static std::size_t slot_offset(std::size_t slot);
-  Control& control(int rank) const;
+  Control& control(int index) const;
   struct Loss {
-    int rank, seen_by;
+    int rank, seen_by;  // as the group numbers them
     std::string op;  // that it was in, or expected in
   };
   /// Waits for a flag of `peer`; `op` is for errors.
@@ -125,7 +143,9 @@ class SharedMemory {
   /// A loss that matters to who waits for `peer` in operation `sequence`.
   std::optional<Loss> find_loss(int peer, std::int64_t sequence, const char* op) const;
   /// Whom a rank that waits for `peer` in vain really waits for.
-  int end_of_chain(int peer) const;
+  int end_of_chain(int peer) const;  // gives a rank
+  /// Shows a loss to the host's other ranks.
+  void tell(const Loss& loss) const;
   /// Tells all, and makes this group refuse further calls.
   [[noreturn]] void fail(const Loss& loss, const std::string& text);
   void check_usable() const;
@@ -149,12 +169,14 @@ class SharedMemory {
   void join_disagreement(const char* op);
 
   std::string group_;
-  int rank_ = 0;
+  std::vector<int> ranks_;  // of this host, by index
+  std::vector<int> index_;  // by rank; -1 elsewhere
+  int own_ = 0;             // the index of this rank
   int spins_ = 0;
   bool is_stub_ = false;
   std::chrono::milliseconds timeout_{};
-  std::vector<std::shared_ptr<Region>> regions_;  // by rank
-  std::vector<int> sockets_;                      // by rank; -1 for this one
+  std::vector<std::shared_ptr<Region>> regions_;  // by index
+  std::vector<int> sockets_;                      // by index; -1 for this one
   struct Slot {
     std::size_t allocated = 0;  // bytes that have pages
     std::int64_t sequence = 0;  // of the operation it serves or served last
@@ -165,12 +187,20 @@ class SharedMemory {
   std::shared_ptr<std::vector<Slot>> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
   std::string failure_;       // why the group is unusable
+  std::function<int(int)> follow_;
+  std::exception_ptr failed_outside_;  // set before has_failed_outside_
+  std::atomic<bool> has_failed_outside_{false};
   std::string disagreement_;  // the last one
   bool is_refusal_ = false;   // of a rank without memory
   std::int64_t ended_ = 0;    // operations up to here are over since then
 };
 
-/// One operation of this rank. Counts grow from 1; waits are for "at least".
+/// What the headers of an operation differ in, or who refused it, in words; empty if they agree.
+///   ranks   whose headers they are, as the group numbers them
+std::string disagreement(const std::string& group, const std::vector<int>& ranks,
+                         const std::vector<Header>& headers);
+
+/// One operation of this rank, and of the others on its host. Counts grow from 1; waits are for "at least".
 class SharedMemory::Lease {
  public:
   Lease(Lease&& other) noexcept;
@@ -213,7 +243,7 @@ class SharedMemory::Lease {
   friend class SharedMemory;
   Lease(SharedMemory* memory, std::int64_t sequence, std::size_t slot, const char* op)
       : memory_(memory), sequence_(sequence), slot_(slot), op_(op) {}
-  Entry& entry(int rank) const;
+  Entry& entry(int index) const;
   void wait(Flag& flag, int count, int peer) const;
   std::uint64_t progress(int count) const {
     return static_cast<std::uint64_t>(sequence_) << 16 | static_cast<std::uint64_t>(count);

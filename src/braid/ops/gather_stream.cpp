@@ -1,70 +1,11 @@
-// Gather streams: from the peers' memory, or by chunks of all-gathers.
-#include <cstring>
+// Gather streams by chunks of all-gathers.
 #include <deque>
 
 #include "braid/comm/collectives.h"
-#include "braid/comm/shared_memory.h"
-#include "braid/comm/slot_tensor.h"
-#include "braid/core/check.h"
 #include "braid/ops/streams.h"
 
 namespace braid {
 namespace {
-
-class PeerGather final : public GatherStream {
- public:
-  PeerGather(const Group& group, const char* name, const at::Tensor& x_shard,
-             std::vector<std::int64_t> rows)
-      : group_(group), name_(name), x_(x_shard), rows_(std::move(rows)), lease_(start()) {
-    if (!lease_.is_stub())
-      store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
-    lease_.publish(1);
-  }
-
-  const std::vector<std::int64_t>& rows() override {
-    if (rows_.empty()) {
-      lease_.agree();
-      for (int peer = 0; peer < group_.size(); ++peer) rows_.push_back(lease_.header(peer).rows);
-    }
-    return rows_;
-  }
-
-  std::optional<GatheredTile> next() override {
-    reads_.reset();
-    if (num_given_ == group_.size()) {
-      lease_.release();
-      return std::nullopt;
-    }
-    const int peer = (group_.rank() + num_given_++) % group_.size();
-    const auto p = static_cast<std::size_t>(peer);
-    const std::int64_t begin = first_row(rows(), peer);
-    if (peer == group_.rank()) return GatheredTile{begin, x_};
-    lease_.agree();
-    lease_.wait_published(peer, 1);
-    const at::Tensor tile = slot_tensor(lease_, peer, 0, {rows_[p], x_.size(1)}, x_.scalar_type());
-    reads_.emplace(tile);
-    return GatheredTile{begin, tile};
-  }
-
- private:
-  SharedMemory::Lease start() const {
-    Header header;
-    std::strncpy(header.op, name_, sizeof header.op - 1);
-    header.dtype = static_cast<std::int64_t>(x_.scalar_type());
-    header.k = x_.size(1);
-    header.rows = x_.size(0);
-    header.set_rows_of_ranks(rows_);
-    return group_.memory()->start(header, x_.nbytes());
-  }
-
-  const Group& group_;
-  const char* name_;
-  at::Tensor x_;
-  std::vector<std::int64_t> rows_;
-  SharedMemory::Lease lease_;
-  int num_given_ = 0;
-  std::optional<SlotReads> reads_;  // of the tile that was given last
-};
 
 class ChunkGather final : public GatherStream {
  public:
@@ -154,8 +95,10 @@ class ChunkGather final : public GatherStream {
 std::unique_ptr<GatherStream> make_gather_stream(const Group& group, const char* name,
                                                  const at::Tensor& x_shard, const Plan& plan,
                                                  std::vector<std::int64_t> rows) {
-  if (plan.num_chunks == 0)
-    return std::make_unique<PeerGather>(group, name, x_shard, std::move(rows));
+  if (is_fused(group, plan)) {
+    if (rows.empty() && !group.on_one_host()) rows = all_gather_rows(group, x_shard);
+    return make_fused_gather(group, name, x_shard, std::move(rows), plan.num_chunks);
+  }
   return std::make_unique<ChunkGather>(group, x_shard, plan.num_chunks, std::move(rows));
 }
 

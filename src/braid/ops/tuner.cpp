@@ -56,7 +56,7 @@ std::int64_t rounded_up(std::int64_t m) {
 std::string text_of(const Group& group, const Key& key) {
   return fmt::format("{} m={} n={} k={} {} ranks={} {}", key.op, rounded_up(key.m), key.n, key.k,
                      dtype_name(key.dtype), group.size(),
-                     group.memory() != nullptr ? "host" : "network");
+                     group.on_one_host() ? "host" : "network");
 }
 
 bool matches(const std::string& pin, const std::string& key) {
@@ -204,7 +204,7 @@ Plan measure(const Group& group, const std::vector<Plan>& plans,
 
 Plan by_rule(const Group& group, const Key& key) {
   const std::int64_t m = rounded_up(key.m);
-  Plan plan{.num_chunks = m < kFewRows * group.size() ? 1 : group.memory() != nullptr ? 0 : 4};
+  Plan plan{.num_chunks = m < kFewRows * group.size() ? 1 : group.on_one_host() ? 0 : 4};
   plan.native = key.has_native && is_native(key.dtype, m);
   return plan;
 }
@@ -220,16 +220,15 @@ Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) 
     BRAID_CHECK(options.num_chunks >= 1, key.op, ": num_chunks is ", options.num_chunks,
                 ", at least 1 is needed");
   } else if (options.mode == Mode::fused) {
-    if (group.memory() != nullptr) {
+    if (group.on_one_host()) {
       plan.num_chunks = 0;
       return plan;
     }
     static std::once_flag said;
     std::call_once(said, [&] {
       warn(fmt::format(
-          "{}: mode fused needs all ranks of group {} on one host with shared memory; runs "
-          "chunked instead",
-          key.op, group.name()));
+          "{}: mode fused is within hosts; group {} has ranks on {}, between which tiles travel",
+          key.op, group.name(), group.hosts().count()));
     });
     plan.num_chunks = std::max(options.num_chunks, 2);
     plan.ring = false;
@@ -241,8 +240,8 @@ Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) 
 
 std::vector<Plan> candidates(const Group& group, const Key& key) {
   std::vector<Plan> plans;
-  const bool on_host = group.memory() != nullptr;
-  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8}) {
+  const bool on_host = group.on_one_host();
+  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 8, 16}) {
     plans.push_back({.num_chunks = num_chunks});
     if (num_chunks == 0 && key.reduces && group.size() > 2)
       plans.push_back({.num_chunks = 0, .ring = true});
@@ -272,8 +271,8 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
   Plan plan;
   if (!first.empty()) {
     plan = plan_from_text(first);
-    BRAID_CHECK(plan.num_chunks != 0 || group.memory() != nullptr, "the tuner's choice for ", text,
-                " is '", first, "', but group ", group.name(), " shares no memory");
+    BRAID_CHECK(plan.num_chunks != 0 || group.on_one_host(), "the tuner's choice for ", text,
+                " is '", first, "', but group ", group.name(), " is on several hosts");
     plan.ring = plan.ring && key.reduces;
     plan.native = plan.native && key.has_native && !plan.ring;
   } else if (live && in_flight) {

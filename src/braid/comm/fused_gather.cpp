@@ -1,0 +1,197 @@
+// The fused gather stream: rows from the memory of this host's ranks, tiles from other hosts.
+#include <c10/util/hash.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "braid/comm/collectives.h"
+#include "braid/comm/shared_memory.h"
+#include "braid/comm/slot_tensor.h"
+#include "braid/comm/streams.h"
+#include "braid/comm/wire.h"
+
+namespace braid {
+
+int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) {
+  const std::int64_t most = *std::max_element(rows.begin(), rows.end());
+  return static_cast<int>(
+      std::clamp<std::int64_t>(num_chunks, 1, std::clamp<std::int64_t>(most, 1, kMaxChunks)));
+}
+
+namespace {
+
+/// NOTE [slots of a gather]. A rank's slot holds its own rows, where it has neighbours to read them, and then
+/// those of its guests (comm/hosts.h), whom it receives for all its host. Flag `result` counts what has
+/// arrived: piece by piece, in each piece a tile of every guest.
+class FusedGather final : public GatherStream {
+ public:
+  FusedGather(const Group& group, const char* name, const at::Tensor& x_shard,
+              std::vector<std::int64_t> rows, int num_tiles)
+      : group_(group),
+        name_(name),
+        x_(x_shard),
+        rows_(std::move(rows)),
+        lease_(start()) {
+    if (!lease_.is_stub() && is_read())
+      store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
+    lease_.publish(1);
+    if (group.on_one_host()) return;
+    num_tiles_ = useful_chunks(num_tiles, rows_);
+    exchange();
+  }
+
+  const std::vector<std::int64_t>& rows() override {
+    if (rows_.empty()) {
+      lease_.agree();
+      for (int peer = 0; peer < group_.size(); ++peer) rows_.push_back(lease_.header(peer).rows);
+    }
+    return rows_;
+  }
+
+  std::optional<GatheredTile> next() override {
+    reads_.reset();
+    const auto& here = group_.hosts().neighbours(group_.rank());
+    if (num_given_ < here.size()) return shard_of(here[(own_index() + num_given_++) % here.size()]);
+    lease_.agree();
+    while (piece_ < num_tiles_) {
+      if (guest_ == away_.size()) {
+        guest_ = 0;
+        ++piece_;
+        continue;
+      }
+      const int rank = away_[guest_++];
+      if (const RowRange range = piece(rank); range.length > 0) return tile_of(rank, range);
+    }
+    for (Message& message : sent_) message.wait();
+    steps_.reset();
+    lease_.release();
+    return std::nullopt;
+  }
+
+ private:
+  std::size_t own_index() const {
+    return static_cast<std::size_t>(group_.hosts().index(group_.rank()));
+  }
+  bool is_read() const { return group_.hosts().neighbours(group_.rank()).size() > 1; }
+  std::int64_t rows_of(int rank) const { return rows_[static_cast<std::size_t>(rank)]; }
+  std::size_t bytes_of(std::int64_t rows) const {
+    return static_cast<std::size_t>(rows * x_.size(1)) * x_.element_size();
+  }
+  /// Where a guest's rows begin in its proxy's slot.
+  std::size_t offset(int proxy, int guest) const {
+    std::int64_t before = is_read() ? rows_of(proxy) : 0;
+    for (const int other : group_.hosts().guests(proxy))
+      if (other < guest) before += rows_of(other);
+    return bytes_of(before);
+  }
+  int proxy_of(int rank) const {
+    return group_.hosts().proxy(rank, group_.hosts().of(group_.rank()));
+  }
+
+  SharedMemory::Lease start() {
+    Header header;
+    std::strncpy(header.op, name_, sizeof header.op - 1);
+    header.dtype = static_cast<std::int64_t>(x_.scalar_type());
+    header.k = x_.size(1);
+    header.rows = x_.size(0);
+    header.set_rows_of_ranks(rows_);
+    std::size_t bytes = is_read() ? x_.nbytes() : 0;
+    for (const int guest : group_.hosts().guests(group_.rank())) bytes += bytes_of(rows_of(guest));
+    if (!group_.on_one_host()) operation_ = group_.wire()->start(name_, header);
+    return group_.memory()->start(header, bytes);
+  }
+
+  /// A tile's rows among those of its rank.
+  RowRange piece_of(int rank, int piece) const {
+    const auto parts = split_rows(rows_of(rank), num_tiles_);
+    return {first_row(parts, piece), parts[static_cast<std::size_t>(piece)]};
+  }
+  RowRange piece(int rank) const { return piece_of(rank, piece_); }
+  at::Tensor tile(int rank, const RowRange& range) const {
+    const int proxy = proxy_of(rank);
+    return slot_tensor(lease_, proxy, offset(proxy, rank) + bytes_of(range.begin),
+                       {range.length, x_.size(1)}, x_.scalar_type());
+  }
+
+  void exchange() {
+    const Hosts& hosts = group_.hosts();
+    Wire& wire = *group_.wire();
+    const auto guests = hosts.guests(group_.rank());
+    std::vector<std::pair<Message, at::Tensor>> arrivals;
+    for (int p = 0; p < num_tiles_; ++p) {
+      for (const int guest : guests) {
+        const at::Tensor place = tile(guest, piece_of(guest, p));
+        arrivals.emplace_back(wire.receive(*operation_, Wire::Hop::first, place, guest), place);
+      }
+    }
+    const at::Tensor x = x_.contiguous();
+    for (int p = 0; p < num_tiles_; ++p) {
+      const RowRange range = piece_of(group_.rank(), p);
+      for (int step = 1; step < hosts.count(); ++step) {
+        const int host = (hosts.of(group_.rank()) + step) % hosts.count();
+        sent_.push_back(wire.send(*operation_, Wire::Hop::first,
+                                  x.narrow(0, range.begin, range.length),
+                                  hosts.proxy(group_.rank(), host)));
+      }
+    }
+    int count = 0;
+    steps_.emplace(wire);
+    for (auto& [message, place] : arrivals) {
+      steps_->submit([this, message = std::move(message), place = place, count = ++count]() mutable {
+        message.wait();
+        tsan::write(place.data_ptr(), place.nbytes());
+        lease_.publish_result(count);
+      });
+    }
+    for (int step = 1; step < hosts.count(); ++step) {
+      const auto& there = hosts.ranks((hosts.of(group_.rank()) + step) % hosts.count());
+      away_.insert(away_.end(), there.begin(), there.end());
+    }
+  }
+
+  GatheredTile shard_of(int peer) {
+    const std::int64_t begin = first_row(rows(), peer);
+    if (peer == group_.rank()) return {begin, x_};
+    lease_.agree();
+    lease_.wait_published(peer, 1);
+    const at::Tensor shard =
+        slot_tensor(lease_, peer, 0, {rows_of(peer), x_.size(1)}, x_.scalar_type());
+    reads_.emplace(shard);
+    return {begin, shard};
+  }
+
+  GatheredTile tile_of(int rank, const RowRange& range) {
+    const int proxy = proxy_of(rank);
+    const auto guests = group_.hosts().guests(proxy);
+    const auto place = std::find(guests.begin(), guests.end(), rank) - guests.begin();
+    lease_.wait_result(proxy, piece_ * static_cast<int>(guests.size()) + static_cast<int>(place) + 1);
+    const at::Tensor data = tile(rank, range);
+    reads_.emplace(data);
+    return {first_row(rows_, rank) + range.begin, data};
+  }
+
+  const Group& group_;
+  const char* name_;
+  at::Tensor x_;
+  std::vector<std::int64_t> rows_;
+  std::optional<Wire::Operation> operation_;  // between hosts
+  SharedMemory::Lease lease_;
+  int num_tiles_ = 0;
+  std::vector<Message> sent_;
+  std::size_t num_given_ = 0;  // shards of this host
+  std::vector<int> away_;      // ranks of other hosts, in the order of their tiles
+  int piece_ = 0;
+  std::size_t guest_ = 0;           // the next one, in away_
+  std::optional<SlotReads> reads_;  // of the tile that was given last
+  std::optional<Wire::Steps> steps_;
+};
+
+}  // namespace
+
+std::unique_ptr<GatherStream> make_fused_gather(const Group& group, const char* name,
+                                                const at::Tensor& x_shard,
+                                                std::vector<std::int64_t> rows, int num_tiles) {
+  return std::make_unique<FusedGather>(group, name, x_shard, std::move(rows), num_tiles);
+}
+
+}  // namespace braid

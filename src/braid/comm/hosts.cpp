@@ -1,0 +1,32 @@
+// Sorts ranks by their hosts.
+#include "braid/comm/hosts.h"
+
+#include <map>
+#include <utility>
+
+namespace braid {
+
+Hosts::Hosts(const std::vector<int>& first_on_host, int most) {
+  std::map<int, std::pair<int, int>> open;  // by first rank: the host that is filled now, its ranks
+  for (std::size_t rank = 0; rank < first_on_host.size(); ++rank) {
+    auto [entry, is_new] = open.try_emplace(first_on_host[rank], count(), 0);
+    auto& [host, num_ranks] = entry->second;
+    if (!is_new && num_ranks == most) {
+      host = count();
+      num_ranks = 0;
+    }
+    if (num_ranks == 0) ranks_.emplace_back();
+    ranks_[static_cast<std::size_t>(host)].push_back(static_cast<int>(rank));
+    host_of_.push_back(host);
+    index_.push_back(num_ranks++);
+  }
+}
+
+std::vector<int> Hosts::guests(int rank) const {
+  std::vector<int> result;
+  for (int guest = 0; guest < static_cast<int>(host_of_.size()); ++guest)
+    if (!together(guest, rank) && proxy(guest, of(rank)) == rank) result.push_back(guest);
+  return result;
+}
+
+}  // namespace braid

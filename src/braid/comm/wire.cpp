@@ -1,0 +1,188 @@
+// Messages between hosts and the progress thread.
+#include "braid/comm/wire.h"
+
+#include <c10/util/ParallelGuard.h>
+#include <c10/util/hash.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "braid/comm/slot_tensor.h"
+
+namespace braid {
+namespace {
+
+at::Tensor bytes_of(const Header& header) {
+  at::Tensor bytes = at::empty({sizeof header}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), &header, sizeof header);
+  return bytes;
+}
+
+std::uint32_t hash_of(const Header& header) {
+  const std::int64_t rows = header.rows_agree ? header.rows : -1;
+  return static_cast<std::uint32_t>(
+      c10::get_hash(std::string_view(header.op), header.dtype, header.n, header.k, header.variant,
+                    rows) &
+      0x1ffff);
+}
+
+int tag_of(const Wire::Operation& operation, Wire::Hop hop) {
+  return operation.sequence << 19 | static_cast<int>(hop) << 17 |
+         static_cast<int>(hop == Wire::Hop::header ? 0 : operation.hash);
+}
+
+}  // namespace
+
+void Message::wait() {
+  if (work_ != nullptr) wire_->wait(*this);
+}
+
+Wire::~Wire() {
+  {
+    std::unique_lock lock(mutex_);
+    ends_ = true;
+    give_up(lock);
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+Wire::Operation Wire::start(const char* name, const Header& header) {
+  constexpr int kSequences = 1 << 12;
+  const Operation operation{name, sequence_ = (sequence_ + 1) % kSequences, hash_of(header)};
+  if (!agreed_.insert(operation.hash).second) return operation;
+  const Hosts& hosts = group_.hosts();
+  const int rank = group_.rank();
+  struct Compared {
+    std::vector<int> ranks;
+    std::vector<at::Tensor> headers;
+    std::vector<Message> messages;
+  };
+  auto compared = std::make_shared<Compared>();
+  std::vector<int> ranks = hosts.guests(rank);
+  ranks.insert(std::lower_bound(ranks.begin(), ranks.end(), rank), rank);
+  for (const int peer : ranks) {
+    compared->headers.push_back(bytes_of(header));
+    if (peer != rank)
+      compared->messages.push_back(
+          receive(operation, Hop::header, compared->headers.back(), peer));
+  }
+  for (int host = 0; host < hosts.count(); ++host)
+    if (host != hosts.of(rank))
+      compared->messages.push_back(
+          send(operation, Hop::header, bytes_of(header), hosts.proxy(rank, host)));
+  compared->ranks = std::move(ranks);
+  const auto compare = [this, operation, compared] {
+    for (Message& message : compared->messages) message.wait();
+    std::vector<Header> headers;
+    for (const at::Tensor& bytes : compared->headers)
+      std::memcpy(&headers.emplace_back(), bytes.const_data_ptr(), sizeof(Header));
+    const std::string text = disagreement(group_.name(), compared->ranks, headers);
+    if (!text.empty()) group_.fail_disagreed(operation.name, text);
+  };
+  submit({compare, std::make_shared<int>(0)});
+  return operation;
+}
+
+template <class Post>
+Message Wire::post(const Operation& operation, const at::Tensor& x, int peer, Post&& start) {
+  Message message;
+  if (x.numel() == 0) return message;
+  message.wire_ = this;
+  message.tensor_ = x;
+  message.peer_ = peer;
+  message.op_ = operation.name;
+  std::vector<at::Tensor> tensors{x};
+  group_.naming(operation.name, peer, [&] {
+    const std::lock_guard lock(post_mutex_);
+    message.work_ = start(group_.backend(), tensors);
+  });
+  return message;
+}
+
+Message Wire::send(const Operation& operation, Hop hop, const at::Tensor& x, int peer) {
+  return post(operation, x, peer, [&](c10d::Backend& backend, auto& tensors) {
+    return backend.send(tensors, peer, tag_of(operation, hop));
+  });
+}
+
+Message Wire::receive(const Operation& operation, Hop hop, const at::Tensor& x, int peer) {
+  return post(operation, x, peer, [&](c10d::Backend& backend, auto& tensors) {
+    return backend.recv(tensors, peer, tag_of(operation, hop));
+  });
+}
+
+void Wire::wait(Message& message) {
+  bool done = false;
+  const auto wait = [&] { done = message.work_->wait(group_.wire_timeout()); };
+  if (std::this_thread::get_id() != thread_.get_id()) {
+    const trace::Span span(trace::Kind::wait, "wait");
+    group_.naming(message.op_, message.peer_, wait);
+  } else {
+    const auto show = [&](c10::intrusive_ptr<c10d::Work> work, int peer) {
+      const std::lock_guard lock(mutex_);
+      TORCH_CHECK(!given_up_, "the group is unusable");
+      awaited_ = std::move(work);
+      group_.memory()->show_remote_wait(peer);
+    };
+    show(message.work_, message.peer_);
+    group_.naming(message.op_, message.peer_, wait);
+    show(nullptr, -1);
+  }
+  TORCH_CHECK(done, "the group is unusable");
+  message.work_ = nullptr;
+}
+
+void Wire::Steps::submit(std::function<void()> step) { wire_.submit({std::move(step), left_}); }
+
+Wire::Steps::~Steps() {
+  std::unique_lock lock(wire_.mutex_);
+  if (*left_ > 0 && !wire_.group_.memory()->is_usable()) wire_.give_up(lock);
+  wire_.changed_.wait(lock, [this] { return *left_ == 0; });
+}
+
+void Wire::submit(Step step) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (given_up_) return;
+    ++*step.left;
+    steps_.push_back(std::move(step));
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  }
+  changed_.notify_all();
+}
+
+void Wire::give_up(std::unique_lock<std::mutex>&) {
+  given_up_ = true;
+  for (const Step& step : std::exchange(steps_, {})) --*step.left;
+  if (awaited_ != nullptr) awaited_->abort();
+  changed_.notify_all();
+}
+
+void Wire::run() {
+  ::pthread_setname_np(::pthread_self(), "braid wire");
+  const c10::ParallelGuard alone(true);
+  for (std::unique_lock lock(mutex_);;) {
+    changed_.wait(lock, [this] { return ends_ || !steps_.empty(); });
+    if (ends_) return;
+    Step step = std::move(steps_.front());
+    steps_.pop_front();
+    lock.unlock();
+    bool failed = false;
+    try {
+      step.run();
+    } catch (const std::exception&) {  // the group has it already
+      failed = true;
+    }
+    step.run = nullptr;  // what it holds goes before its operation
+    lock.lock();
+    if (failed) give_up(lock);
+    --*step.left;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace braid

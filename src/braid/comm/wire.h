@@ -1,0 +1,122 @@
+// Messages between the hosts of a group, over its process group, and the thread that takes them further.
+//
+// NOTE [steps]. A message of Gloo can be waited for but not polled. What follows on an arrival - to tell the ranks
+// of the host, to sum partials and send the sum on - is a step: the group's progress thread runs steps one after
+// the other, in the order in which operations submit them, and sleeps in the wait of the one that is due. A step
+// may wait only for messages that peers send once they have started the operation, whatever else they
+// wait for; so operations that all ranks start in the same order never wait for each other in a circle.
+//
+// NOTE [tags]. A message's tag holds the operation's number among those in flight, the hop, and a hash of the
+// operation's header. So what ranks that disagree send never meets what the others wait for. The headers
+// themselves travel when an operation has one for the first time; ranks that differ then throw the same
+// ValueError. Ranks that come to different operations, all known, wait in vain until the time-out.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "braid/comm/group.h"
+#include "braid/comm/shared_memory.h"
+
+namespace braid {
+
+class Wire;
+
+/// A message under way; keeps its tensor. Empty ones are not sent.
+class Message {
+ public:
+  Message() = default;
+  /// Waits until it has arrived, or was taken by the network. Errors: DistBackendError, by Group::fail.
+  void wait();
+
+ private:
+  friend class Wire;
+  Wire* wire_ = nullptr;
+  c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor tensor_;
+  int peer_ = -1;
+  const char* op_ = "";
+};
+
+/// Used by the thread that uses the group, and by the steps.
+class Wire {
+ public:
+  explicit Wire(const Group& group) : group_(group) {}
+  /// Ends the thread, whatever it waits for.
+  ~Wire();
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
+
+  enum class Hop : std::uint8_t { header, first, second };
+  /// What the messages of an operation have in common.
+  struct Operation {
+    const char* name;
+    int sequence;
+    std::uint32_t hash;
+  };
+
+  /// Numbers an operation; compares headers with guests and proxies (comm/hosts.h) when it has this one
+  /// for the first time, as its first step. Order: collective.
+  ///   name   as the header's, a string literal
+  Operation start(const char* name, const Header& header);
+
+  /// Messages of one hop from one rank to another arrive in the order in which they are sent. Post receives first.
+  Message send(const Operation& operation, Hop hop, const at::Tensor& x, int peer);
+  Message receive(const Operation& operation, Hop hop, const at::Tensor& x, int peer);
+
+  /// The steps of one operation. None runs any more when it is destroyed.
+  class Steps {
+   public:
+    explicit Steps(Wire& wire) : wire_(wire) {}
+    /// Waits for them; drops them when the group is unusable.
+    ~Steps();
+    Steps(const Steps&) = delete;
+    Steps& operator=(const Steps&) = delete;
+    /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later
+    /// ones are dropped.
+    void submit(std::function<void()> step);
+
+   private:
+    Wire& wire_;
+    std::shared_ptr<int> left_ = std::make_shared<int>(0);
+  };
+
+ private:
+  friend class Message;
+  struct Step {
+    std::function<void()> run;
+    std::shared_ptr<int> left;
+  };
+  void submit(Step step);
+  /// Takes no more steps, and ends the one that waits.
+  void give_up(std::unique_lock<std::mutex>& lock);
+  template <class Post>
+  Message post(const Operation& operation, const at::Tensor& x, int peer, Post&& start);
+  void run();
+  void wait(Message& message);
+
+  const Group& group_;
+  int sequence_ = 0;
+  std::set<std::uint32_t> agreed_;  // hashes of headers
+  std::mutex post_mutex_;
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::deque<Step> steps_;
+  c10::intrusive_ptr<c10d::Work> awaited_;  // by the thread
+  bool ends_ = false, given_up_ = false;
+  std::thread thread_;
+};
+
+}  // namespace braid
