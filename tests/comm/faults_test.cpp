@@ -57,17 +57,20 @@ std::vector<Case> cases() {
   };
 }
 
-class KilledRank : public testing::TestWithParam<Case> {};
-INSTANTIATE_TEST_SUITE_P(Collectives, KilledRank, testing::ValuesIn(cases()),
-                         [](const auto& c) { return c.param.name; });
-TEST_P(KilledRank, IsNamedByAll) { test::expect_killed_rank_is_named(GetParam().operation); }
+using CaseOnHosts = std::tuple<Case, test::HostNumbers>;
+std::string name_of_case(const testing::TestParamInfo<CaseOnHosts>& info) {
+  const auto& [c, hosts] = info.param;
+  return fmt::format("{}{}", c.name, hosts.empty() ? "" : fmt::format("_on_hosts_{}", fmt::join(hosts, "")));
+}
 
-TEST(KilledRank, IsNamedByAllOverTheNetwork) {
-  test::expect_killed_rank_is_named(
-      [](const Group& group) {
-        (void)reduce_scatter(group, at::ones({40, 50}));
-      },
-      /*shared_memory=*/false);
+class KilledRank : public testing::TestWithParam<CaseOnHosts> {};
+INSTANTIATE_TEST_SUITE_P(Collectives, KilledRank,
+                         testing::Combine(testing::ValuesIn(cases()),
+                                          testing::Values(test::HostNumbers{})),
+                         name_of_case);
+TEST_P(KilledRank, IsNamedByAll) {
+  const auto& [c, hosts] = GetParam();
+  test::expect_killed_rank_is_named(c.operation, hosts);
 }
 
 std::vector<Case> cases_of_freezes() {
@@ -79,10 +82,25 @@ std::vector<Case> cases_of_freezes() {
   return some;
 }
 
-class FrozenRank : public testing::TestWithParam<Case> {};
-INSTANTIATE_TEST_SUITE_P(Collectives, FrozenRank, testing::ValuesIn(cases_of_freezes()),
-                         [](const auto& c) { return c.param.name; });
-TEST_P(FrozenRank, IsNamedByAll) { test::expect_frozen_rank_is_named(GetParam().operation); }
+class FrozenRank : public testing::TestWithParam<CaseOnHosts> {};
+INSTANTIATE_TEST_SUITE_P(Collectives, FrozenRank,
+                         testing::Combine(testing::ValuesIn(cases_of_freezes()),
+                                          testing::Values(test::HostNumbers{})),
+                         name_of_case);
+TEST_P(FrozenRank, IsNamedByAll) {
+  const auto& [c, hosts] = GetParam();
+  test::expect_frozen_rank_is_named(c.operation, hosts);
+}
+
+const std::vector<test::HostNumbers> kSeveralHosts{{0, 1, 2}, {0, 1, 1}, {0, 0, 1}, {0, 1, 0}};
+INSTANTIATE_TEST_SUITE_P(BetweenHosts, KilledRank,
+                         testing::Combine(testing::ValuesIn(cases_of_freezes()),
+                                          testing::ValuesIn(kSeveralHosts)),
+                         name_of_case);
+INSTANTIATE_TEST_SUITE_P(BetweenHosts, FrozenRank,
+                         testing::Combine(testing::ValuesIn(cases_of_freezes()),
+                                          testing::ValuesIn(kSeveralHosts)),
+                         name_of_case);
 
 TEST(Faults, RankKilledBetweenStartAndWait) {
   Processes ranks(3, [](const Place& place, const auto& store) {

@@ -6,6 +6,7 @@
 
 #include "braid/comm/group.h"
 #include "tests/support/processes.h"
+#include "tests/support/ranks.h"
 
 namespace braid::test {
 
@@ -28,8 +29,8 @@ inline void wait_until_ready(Processes& ranks) {
 }
 
 /// Both survivors end with the loss of rank 1, within 2 s; the time-out is much later.
-inline void expect_killed_rank_is_named(const Operation& operation, bool shared_memory = true) {
-  Processes ranks(3, loop_of(operation, {std::chrono::seconds(100), shared_memory}));
+inline void expect_killed_rank_is_named(const Operation& operation, const HostNumbers& hosts = {}) {
+  Processes ranks(3, loop_of(operation, on_hosts(hosts, std::chrono::seconds(100))));
   wait_until_ready(ranks);
   ranks.kill(1);
   for (const int survivor : {0, 2}) {
@@ -40,12 +41,12 @@ inline void expect_killed_rank_is_named(const Operation& operation, bool shared_
 }
 
 /// Both survivors name rank 1 at the time-out; rank 1, awake again, learns that it was given up.
-inline void expect_frozen_rank_is_named(const Operation& operation) {
-  Processes ranks(3, loop_of(operation, {std::chrono::milliseconds(1000), true}));
+inline void expect_frozen_rank_is_named(const Operation& operation, const HostNumbers& hosts = {}) {
+  Processes ranks(3, loop_of(operation, on_hosts(hosts, std::chrono::seconds(1))));
   wait_until_ready(ranks);
   ranks.freeze(1);
   for (const int survivor : {0, 2}) {
-    const Ended ended = ranks.wait(survivor, std::chrono::seconds(4));
+    const Ended ended = ranks.wait(survivor, std::chrono::seconds(5));
     EXPECT_EQ(ended.exit_code, 1) << "rank " << survivor << ": signal " << ended.signal;
     EXPECT_THAT(ended.output,
                 testing::AnyOf(testing::HasSubstr("rank 1 did not come within the time-out"),

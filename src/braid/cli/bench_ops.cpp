@@ -90,11 +90,12 @@ struct OpTimes {
   std::string auto_mode;
   std::size_t shared_memory_bytes;  // of this rank, up to here
 
-  const Way& best(const char* prefix) const {
+  /// The fastest plan whose name begins so, or null.
+  const Way* best(const char* prefix) const {
     const Way* best = nullptr;
     for (const Way& way : plans)
       if (way.name.starts_with(prefix) && (best == nullptr || way.s < best->s)) best = &way;
-    return *best;
+    return best;
   }
   /// Share of what serial costs beyond the matmul that `t` hides.
   double efficiency(double t) const { return 1 - (t - gemm) / (serial_gloo - gemm); }
@@ -109,12 +110,12 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
                       {"ranks", ranks},
                       {"gemm_s", t.gemm},
                       {"serial_gloo_s", t.serial_gloo},
-                      {"serial_shm_s", t.best("serial").s},
-                      {"fused_s", t.best("fused").s},
                       {"auto_s", t.automatic},
                       {"auto_again_s", t.auto_again},
                       {"auto_mode", t.auto_mode},
-                      {"best_mode", t.best("").name}};
+                      {"best_mode", t.best("")->name}};
+  line["serial_shm_s"] = t.best("serial")->s;
+  if (const Way* fused = t.best("fused")) line["fused_s"] = fused->s;
   for (const Way& way : t.plans) line["plans_s"][way.name] = way.s;
   for (const Way& way : t.communication) line[way.name + "_s"] = way.s;
   line["shared_memory_bytes"] = t.shared_memory_bytes;
@@ -223,7 +224,7 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   const std::size_t first_plan = candidates.size();
   std::vector<Plan> plans = tuner::candidates(
       group, {c.op.c_str(), c.m, c.n, c.k, c.dtype, !gathers, at::isReducedFloatingType(c.dtype)});
-  if (more_chunks)
+  if (more_chunks && group.on_one_host())
     for (const int chunks : {4, 8}) plans.push_back({.num_chunks = chunks});
   for (const Plan& plan : plans)
     candidates.push_back({name_of(plan), in_mode(group, options_of(plan))});

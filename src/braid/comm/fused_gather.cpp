@@ -18,6 +18,22 @@ int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) {
       std::clamp<std::int64_t>(num_chunks, 1, std::clamp<std::int64_t>(most, 1, kMaxChunks)));
 }
 
+std::vector<std::int64_t> tile_rows(std::int64_t rows, int num_tiles) {
+  // Doubled from tile to tile: the next one is made while one travels, if a row takes twice as long to travel.
+  constexpr int kMostDoublings = 2;
+  std::vector<std::int64_t> result;
+  std::int64_t total = 0, before = 0;
+  for (int i = 0; i < num_tiles; ++i)
+    total += std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
+  std::int64_t weight = 0;
+  for (int i = 0; i < num_tiles; ++i) {
+    weight += std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
+    result.push_back(rows * weight / total - before);
+    before += result.back();
+  }
+  return result;
+}
+
 namespace {
 
 /// NOTE [slots of a gather]. A rank's slot holds its own rows, where it has neighbours to read them, and then
@@ -103,7 +119,7 @@ class FusedGather final : public GatherStream {
 
   /// A tile's rows among those of its rank.
   RowRange piece_of(int rank, int piece) const {
-    const auto parts = split_rows(rows_of(rank), num_tiles_);
+    const auto parts = tile_rows(rows_of(rank), num_tiles_);
     return {first_row(parts, piece), parts[static_cast<std::size_t>(piece)]};
   }
   RowRange piece(int rank) const { return piece_of(rank, piece_); }

@@ -148,7 +148,7 @@ class FusedReduce final : public ReduceStream {
 
   /// A tile's rows among those of its owner.
   RowRange range(const Tile& tile) const {
-    const auto parts = split_rows(rows_of(tile.owner), num_tiles_);
+    const auto parts = tile_rows(rows_of(tile.owner), num_tiles_);
     return {first_row(parts, tile.piece), parts[static_cast<std::size_t>(tile.piece)]};
   }
 

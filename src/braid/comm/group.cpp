@@ -95,9 +95,15 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     const int lost = find_lost(peer);
     const auto& behind = hosts_.neighbours(lost);
-    std::string text = fmt::format("{}: group {} rank {}: lost rank {}", op, name_, rank_, lost);
-    if (behind.size() > 1) text += fmt::format(" (of the host with ranks {})", fmt::join(behind, ", "));
-    if (lost != peer) text += fmt::format(", which rank {} waited for", peer);
+    std::string text = fmt::format("{}: group {} rank {}: ", op, name_, rank_);
+    if (lost == rank_) {
+      text += fmt::format("rank {} waited in vain for this rank, and gave up", peer);
+    } else {
+      text += fmt::format("lost rank {}", lost);
+      if (behind.size() > 1)
+        text += fmt::format(" (of the host with ranks {})", fmt::join(behind, ", "));
+      if (lost != peer) text += fmt::format(", which rank {} waited for", peer);
+    }
     text += fmt::format(": {:.3f} s elapsed of at most {:.3f} s: {}", elapsed.count(),
                         std::chrono::duration<double>(wire_timeout()).count(),
                         known != nullptr ? known->what_without_backtrace() : error.what());
@@ -144,9 +150,10 @@ int Group::find_lost(int peer) const {
           continue;
         }
         const int next = std::stoi(store->get_to_str(key(lost)));
-        if (next == rank || next == lost) break;
         const std::lock_guard lock(found->mutex);
-        found->lost = lost = next;
+        found->lost = next;
+        if (next == rank || next == lost) break;
+        lost = next;
       }
     } catch (const std::exception&) {  // the store went with the peer
     }
