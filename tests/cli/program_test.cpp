@@ -12,6 +12,7 @@
 namespace braid {
 namespace {
 
+using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -110,6 +111,18 @@ TEST(Program, BenchStep) {
   EXPECT_EQ(line["mode"], "fused");
   EXPECT_GT(line["step_s"], 0);
   EXPECT_GT(line["no_comm_step_s"], 0);
+}
+
+TEST(Program, BenchStepOfDataParallelRanks) {
+  const auto [code, output] = braid(
+      "bench step --nproc 4 --tensor-model-parallel-size 2 --sequence-parallel --use-coc "
+      "--coc-fused-kernel --overlap-grad-reduce --ddp-bucket-size 5000 --num-layers 2 "
+      "--hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 "
+      "--global-batch-size 4 --train-iters 2");
+  EXPECT_EQ(code, 0) << output;
+  EXPECT_THAT(output, ContainsRegex("overlap_grad_reduce +true"));
+  EXPECT_THAT(output, ContainsRegex("no_comm_step_s +[0-9]"));
+  EXPECT_THAT(output, ContainsRegex("\ngrad_reduce +[0-9]"));
 }
 
 }  // namespace

@@ -165,8 +165,8 @@ TEST_F(Config, RefusesWhatItKnowsAndDoesNotHave) {
   EXPECT_THAT(parse_error({"--optimize-recompute-communication-level", "2"}),
               Not(HasSubstr("--use-coc")));
   EXPECT_THAT(parse_error({"--use-ascend-mc2"}), HasSubstr("--use-ascend-mc2 is refused"));
-  EXPECT_THAT(parse_error({"--overlap-grad-reduce"}),
-              HasSubstr("--overlap-grad-reduce is refused"));
+  EXPECT_THAT(parse_error({"--overlap-param-gather"}),
+              HasSubstr("--overlap-param-gather is refused"));
   EXPECT_THAT(parse_error({"--pipeline-model-parallel-size", "2"}),
               HasSubstr("--pipeline-model-parallel-size 2"));
   parsed({"--pipeline-model-parallel-size", "1"});
@@ -323,6 +323,32 @@ TEST_F(Config, CocFlagsChooseTheMode) {
   EXPECT_EQ(mode(true, 0, false, "chunked"), (std::pair{Mode::chunked, 2}));
   EXPECT_EQ(mode(true, 4, false, "chunked"), (std::pair{Mode::chunked, 4}));
   EXPECT_EQ(mode(true, 4, false, "fused").first, Mode::fused);
+}
+
+TEST_F(Config, GradientBuckets) {
+  using C = TrainConfig;
+  EXPECT_THAT(parse_error({"--ddp-bucket-size", "0"}),
+              HasSubstr("--ddp-bucket-size is '0', expected an integer at least 1"));
+  EXPECT_THAT(refusal([](C& c) { c.ddp_bucket_size = -1; }),
+              HasSubstr("--ddp-bucket-size is -1, expected at least 1"));
+  auto c = parsed({"--overlap-grad-reduce"});
+  EXPECT_TRUE(c.overlap_grad_reduce);
+  c = good;
+  c.overlap_grad_reduce = true;
+  c.global_batch_size = 3 * 64;
+  EXPECT_THAT(validate(c, 2), IsEmpty());
+  EXPECT_EQ(c.ddp_bucket_size, 40000000);  // as Megatron's
+  c.ddp_bucket_size = 0;
+  EXPECT_THAT(validate(c, 64), IsEmpty());
+  EXPECT_EQ(c.ddp_bucket_size, 64000000);
+  c.ddp_bucket_size = 7;
+  EXPECT_THAT(validate(c, 2), IsEmpty());
+  EXPECT_EQ(c.ddp_bucket_size, 7);
+  EXPECT_THAT(validate(c, 1), ElementsAre("--overlap-grad-reduce has no effect: there is one "
+                                          "data-parallel rank"));
+  c.overlap_grad_reduce = false;
+  EXPECT_THAT(validate(c, 2),
+              ElementsAre("--ddp-bucket-size 7 has no effect: --overlap-grad-reduce is off"));
 }
 
 TEST_F(Config, WarnsOfWhatHasNoEffect) {

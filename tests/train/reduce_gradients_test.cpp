@@ -49,7 +49,7 @@ TEST(ReduceGradients, TakesTheMeanOverDp) {
   run_ranks(2, [&](const std::shared_ptr<Group>& dp) {
     auto parameters = make_parameters();
     parameters[1].value =
-        at::zeros({kDpBucketElements * 5 / 2});  // several buckets, the last one short
+        at::zeros({kDpMessageElements * 5 / 2});  // several messages, the last one short
     const auto grads = allocate_main_grads(parameters);
     for (auto& p : parameters) p.main_grad.copy_(rank_integers(dp->rank(), p.value.sizes()));
     reduce_gradients(grads, *alone(), *dp);

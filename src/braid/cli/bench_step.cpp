@@ -48,28 +48,26 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   const int tp = static_cast<int>(config.tensor_model_parallel_size);
   const Mesh mesh = make_mesh(store, place.rank, place.world_size, tp);
   // The same shards without their communication: what is left of a step when every transfer is free.
-  Mesh alone{{},
-             Group::create_stub("tp", mesh.tp->rank(), tp),
-             Group::create_stub("dp", mesh.dp->rank(), mesh.dp->size())};
+  Mesh alone{{}, Group::create_stub("tp", mesh.tp->rank(), tp), Group::create_stub("dp", 0, 1)};
   const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());
   Trainer trainer(config, mesh, batch);
   std::map<std::string, trace::Totals> measured, serial;
   std::int64_t iteration = 0;
   const int rounds = static_cast<int>(config.train_iters);
-  const MatmulOptions chosen = trainer.model().matmul();
-  const auto run = [&](const MatmulOptions& options, std::map<std::string, trace::Totals>& sums) {
-    trainer.model().set_matmul(options);
+  const auto run = [&](bool is_serial, std::map<std::string, trace::Totals>& sums) {
+    trainer.set_serial(is_serial);
     for (const auto& [op, totals] : trainer.step(iteration).totals)
       if (iteration >= 2) sums[op] += totals;  // the first of each kind warms up
     ++iteration;
   };
-  std::vector<Candidate> candidates{{"step", [&] { run(chosen, measured); }},
-                                    {"serial", [&] { run({Mode::serial}, serial); }}};
+  std::vector<Candidate> candidates{{"step", [&] { run(false, measured); }},
+                                    {"serial", [&] { run(true, serial); }}};
   std::optional<Trainer> stub;
-  if (mesh.world->on_one_host()) {
-    TrainConfig without_file = config;
-    without_file.tuner_file.clear();
-    stub.emplace(without_file, alone, batch);
+  if (place.world_size > 1) {
+    TrainConfig own_part = config;
+    own_part.tuner_file.clear();
+    own_part.global_batch_size /= mesh.dp->size();  // as many micro-batches
+    stub.emplace(own_part, alone, batch);
     stub->model().set_matmul({Mode::fused});
     candidates.push_back({"no_comm", [&] { (void)stub->step(iteration); }});
   }
@@ -91,6 +89,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
       {"ranks", place.world_size},
       {"tensor_model_parallel_size", config.tensor_model_parallel_size},
       {"sequence_parallel", config.sequence_parallel},
+      {"overlap_grad_reduce", config.overlap_grad_reduce},
       {"mode", mode_of(config)},
       {"shared_memory", mesh.world->on_one_host()},
       {"num_layers", config.num_layers},

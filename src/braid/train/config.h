@@ -41,6 +41,8 @@ struct TrainConfig {
   std::int64_t nproc = 0;
   std::int64_t tensor_model_parallel_size = 1;
   bool sequence_parallel = false;
+  bool overlap_grad_reduce = false;
+  std::int64_t ddp_bucket_size = 0;
   // computation and communication in one pipeline
   bool use_coc = false;
   std::int64_t coc_parallel_num = 0;

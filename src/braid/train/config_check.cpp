@@ -94,6 +94,20 @@ void check_parallelism(TrainConfig& c, std::int64_t world_size,
   }
 }
 
+void complete_grad_reduction(TrainConfig& c, std::int64_t world_size,
+                             std::vector<std::string>& warnings) {
+  if (!c.overlap_grad_reduce) {
+    if (c.ddp_bucket_size > 0)
+      warnings.push_back(fmt::format(
+          "--ddp-bucket-size {} has no effect: --overlap-grad-reduce is off", c.ddp_bucket_size));
+    return;
+  }
+  const auto dp = world_size / c.tensor_model_parallel_size;
+  if (dp == 1)
+    warnings.push_back("--overlap-grad-reduce has no effect: there is one data-parallel rank");
+  if (c.ddp_bucket_size == 0) c.ddp_bucket_size = std::max<std::int64_t>(40000000, 1000000 * dp);
+}
+
 void check_coc(const TrainConfig& c, std::vector<std::string>& warnings) {
   const auto number = c.coc_parallel_num;
   if (!c.use_coc) {
@@ -249,6 +263,7 @@ std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size, 
   check_numbers(config, needs_data);
   complete_model(config);
   check_parallelism(config, world_size, warnings);
+  complete_grad_reduction(config, world_size, warnings);
   check_coc(config, warnings);
   complete_schedule(config, world_size);
   complete_recomputation(config);

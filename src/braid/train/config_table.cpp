@@ -110,6 +110,17 @@ std::vector<FlagGroup> make_table() {
             .field = &C::sequence_parallel,
             .meaning = "between matmuls each TP rank holds its part of the sequence: all-gather "
                        "and reduce-scatter instead of all-reduce"},
+           {.name = "overlap-grad-reduce",
+            .field = &C::overlap_grad_reduce,
+            .meaning = "sum the gradients over the data-parallel ranks in buckets, beside the "
+                       "backward pass of the last micro-batch; without it after that pass"},
+           {.name = "ddp-bucket-size",
+            .field = &C::ddp_bucket_size,
+            .value = "N",
+            .meaning = "elements that complete a bucket of --overlap-grad-reduce; a bucket has "
+                       "whole parameters",
+            .unset = "40000000, or 1000000 x data-parallel ranks where that is more",
+            .range = {1, 9.2e18}},
        }},
       {"Communication in one pipeline with matmuls (CoC)",
        {
@@ -322,7 +333,6 @@ const std::vector<RefusedFlag>& refused_flags() {
        "the TP recomputation-communication optimisation is not available", true},
       {"use-ascend-mc2", false, "", "braid overlaps with --use-coc instead", true},
       {"tp-2d", false, "", "2-D tensor parallelism is not available"},
-      {"overlap-grad-reduce", false, "", "overlapped data-parallel reduction is not available"},
       {"overlap-param-gather", false, "", "overlapped gathering of parameters is not available"},
       {"use-distributed-optimizer", false, "",
        "every data-parallel rank keeps the whole optimizer state"},

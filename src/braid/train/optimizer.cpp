@@ -1,50 +1,14 @@
-// Sums over ranks, the global norm, the learning rate, AdamW.
+// The global norm, the learning rate, AdamW.
 #include "braid/train/optimizer.h"
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
 #include <numbers>
 
 #include "braid/comm/collectives.h"
 #include "braid/core/check.h"
 
 namespace braid {
-
-MainGrads allocate_main_grads(std::vector<Parameter>& parameters) {
-  std::int64_t total = 0, partial = 0;
-  for (const auto& p : parameters) {
-    total += p.value.numel();
-    if (p.grad_partial_over_tp) partial += p.value.numel();
-  }
-  MainGrads grads;
-  grads.flat = at::zeros({total}, at::kFloat);
-  grads.partial_over_tp = grads.flat.narrow(0, 0, partial);
-  std::int64_t next_partial = 0, next = partial;
-  for (auto& p : parameters) {
-    auto& at = p.grad_partial_over_tp ? next_partial : next;
-    p.main_grad = grads.flat.narrow(0, at, p.value.numel()).view(p.value.sizes());
-    at += p.value.numel();
-  }
-  return grads;
-}
-
-void reduce_gradients(const MainGrads& grads, const Group& tp, const Group& dp) {
-  if (tp.size() > 1 && grads.partial_over_tp.numel() > 0) {
-    all_reduce(tp, grads.partial_over_tp, ReduceOp::sum, grads.partial_over_tp);
-  }
-  if (dp.size() == 1) return;
-  std::deque<Pending<at::Tensor>> in_flight;
-  for (const auto& bucket : grads.flat.split(kDpBucketElements)) {
-    if (in_flight.size() == 2) {
-      in_flight.front().wait();
-      in_flight.pop_front();
-    }
-    in_flight.push_back(start_all_reduce(dp, bucket, ReduceOp::sum, bucket));
-  }
-  for (auto& pending : in_flight) pending.wait();
-  grads.flat.div_(dp.size());
-}
 
 double grad_norm(const std::vector<Parameter>& parameters, const Group& tp) {
   double squares = 0;

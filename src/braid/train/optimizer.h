@@ -1,4 +1,4 @@
-// From accumulated gradients to new weights: sums over ranks, the global norm, the learning rate, AdamW.
+// From summed gradients to new weights: the global norm, the learning rate, AdamW.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,26 +9,9 @@
 #include "braid/comm/group.h"
 #include "braid/layers/parameter.h"
 #include "braid/train/config.h"
+#include "braid/train/gradients.h"
 
 namespace braid {
-
-/// The main gradients of all parameters in one f32 tensor, so that each sum over ranks is one
-/// message and zeroing one call.
-struct MainGrads {
-  at::Tensor flat;             // all of them
-  at::Tensor partial_over_tp;  // the part of flat whose parameters have grad_partial_over_tp
-};
-
-/// Makes each parameter's main_grad a view of one zeroed tensor.
-MainGrads allocate_main_grads(std::vector<Parameter>& parameters);
-
-/// Sums over tp what is partial there (one message), then takes the mean over dp of everything
-/// (messages of kDpBucketElements, two in flight). The trainer's part of the mean is the
-/// micro-batches: it scales each one's loss by 1 / their number.
-///   Order  collective over tp and dp
-///   Gives  the same bits on every rank of dp, and of tp where not sharded
-void reduce_gradients(const MainGrads& grads, const Group& tp, const Group& dp);
-inline constexpr std::int64_t kDpBucketElements = std::int64_t{1} << 20;
 
 /// The 2-norm of the whole model's gradient, after reduce_gradients: sharded parameters count on
 /// every tp rank, the others once (rank 0's). Sums in f64.

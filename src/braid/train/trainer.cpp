@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "braid/comm/collectives.h"
@@ -67,6 +68,14 @@ Trainer::Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch)
       grads_(allocate_main_grads(model_.parameters())),
       optimizer_(model_.parameters(), config),
       num_micro_batches_(config.global_batch_size / (config.micro_batch_size * mesh.dp->size())) {
+  if (config.overlap_grad_reduce && mesh.dp->size() > 1) {
+    buckets_ = make_grad_buckets(model_.parameters(), grads_, config.ddp_bucket_size);
+    if (buckets_.front().grads.numel() + grads_.partial_over_tp.numel() == grads_.flat.numel())
+      warn(
+          fmt::format("--overlap-grad-reduce overlaps nothing: the {} gradients of a rank are one "
+                      "bucket. HINT: --ddp-bucket-size {}",
+                      grads_.flat.numel(), grads_.flat.numel() / 8));
+  }
   tuner::allow_live(!config.deterministic);
   read_tuner_file();
 }
@@ -79,13 +88,19 @@ void Trainer::read_tuner_file() {
 double Trainer::forward_backward(std::int64_t iteration) {
   grads_.flat.zero_();
   double loss_sum = 0;
+  std::optional<OverlappedReduction> overlapped;
   for (std::int64_t i = 0; i < num_micro_batches_; ++i) {
     const Batch batch = batch_(iteration, i);
     const at::Tensor loss = model_.forward(batch.tokens, batch.labels);
+    if (!buckets_.empty() && !serial_ && i + 1 == num_micro_batches_)
+      overlapped.emplace(model_.parameters(), grads_, buckets_, *mesh_.tp, *mesh_.dp);
     (loss / static_cast<double>(num_micro_batches_)).backward();
     loss_sum += loss.item<double>();
   }
-  reduce_gradients(grads_, *mesh_.tp, *mesh_.dp);
+  if (overlapped)
+    overlapped->finish();
+  else
+    reduce_gradients(grads_, *mesh_.tp, *mesh_.dp);
   return mean_over(*mesh_.dp, loss_sum / static_cast<double>(num_micro_batches_));
 }
 
@@ -95,10 +110,11 @@ Trainer::StepResult Trainer::step(std::int64_t iteration) {
   StepResult result;
   result.loss = forward_backward(iteration);
   result.grad_norm = grad_norm(model_.parameters(), *mesh_.tp);
-  // The same on every rank, and before a weight is touched.
-  TORCH_CHECK(std::isfinite(result.loss) && std::isfinite(result.grad_norm), "iteration ",
-              iteration + 1, ": the loss is ", result.loss, ", the gradient's norm is ",
-              result.grad_norm,
+  // The same on every rank, and before a weight is touched. Stubs of groups make numbers up.
+  const bool is_stub = mesh_.world == nullptr;
+  TORCH_CHECK(is_stub || (std::isfinite(result.loss) && std::isfinite(result.grad_norm)),
+              "iteration ", iteration + 1, ": the loss is ", result.loss,
+              ", the gradient's norm is ", result.grad_norm,
               "; the run ends, the last checkpoint is as it was. HINT: a lower --lr (it is ",
               config_.lr, "), longer --lr-warmup-iters or a smaller --clip-grad");
   clip_grads(grads_, result.grad_norm, config_.clip_grad);
@@ -136,13 +152,17 @@ void Trainer::share_choices() {
   }
 }
 
+void Trainer::set_serial(bool serial) {
+  serial_ = serial;
+  model_.set_matmul(serial ? MatmulOptions{Mode::serial} : matmul_options(config_));
+}
+
 std::map<std::string, trace::Totals> Trainer::serial_step(std::int64_t iteration) {
-  const MatmulOptions chosen = model_.matmul();
   (void)trace::take_totals();
-  model_.set_matmul({Mode::serial});
+  set_serial(true);
   forward_backward(iteration);
   (void)grad_norm(model_.parameters(), *mesh_.tp);
-  model_.set_matmul(chosen);
+  set_serial(false);
   return trace::take_totals();
 }
 

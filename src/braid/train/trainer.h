@@ -27,7 +27,7 @@ class Trainer {
   /// `batch(iteration, micro_batch)` gives this rank's tokens (iteration counts from 0).
   using BatchSource = std::function<Batch(std::int64_t, std::int64_t)>;
 
-  /// Order  collective. Errors: ValueError as Transformer's.
+  /// Order  collective. Errors: ValueError as Transformer's.   mesh  its world null: of stubs, for timing
   Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch);
 
   struct StepResult {
@@ -40,6 +40,9 @@ class Trainer {
 
   Transformer& model() { return model_; }
 
+  /// Nothing is overlapped from now on: serial matmuls, gradients are reduced after backward; or
+  /// (false) what the flags say.
+  void set_serial(bool serial);
   /// Forward, backward and the sums over ranks of an iteration in serial mode; its gradients are thrown away.
   /// Gives the operations' totals. Order: collective.
   std::map<std::string, trace::Totals> serial_step(std::int64_t iteration);
@@ -70,10 +73,12 @@ class Trainer {
   BatchSource batch_;
   Transformer model_;
   MainGrads grads_;
+  std::vector<GradBucket> buckets_;  // where they are reduced beside backward
   AdamW optimizer_;
   std::int64_t num_micro_batches_;
   std::size_t num_choices_ = 0;  // of the tuner, shared so far
   bool told_choices_ = false;    // that nothing is overlapped
+  bool serial_ = false;
 };
 
 }  // namespace braid
