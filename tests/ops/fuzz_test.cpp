@@ -13,18 +13,24 @@ constexpr int kSteps = 300, kSequences = 600;
 constexpr int kSteps = 1200, kSequences = 1500;
 #endif
 
-class FuzzTest : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FuzzTest, testing::Values(2, 3, 4));
+/// The host of each rank.
+class FuzzTest : public testing::TestWithParam<test::HostNumbers> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FuzzTest,
+                         testing::Values(test::HostNumbers{0, 0}, test::HostNumbers{0, 0, 0},
+                                         test::HostNumbers{0, 0, 0, 0}, test::HostNumbers{0, 1},
+                                         test::HostNumbers{0, 1, 1}, test::HostNumbers{0, 1, 2},
+                                         test::HostNumbers{0, 1, 1, 0}));
 
 TEST_P(FuzzTest, RanksAsThreads) {
-  const int size = GetParam();
+  const int size = static_cast<int>(GetParam().size());
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::deque<test::Held>> left(static_cast<std::size_t>(size));
   test::run_ranks(size, [&](const auto& group) {
-    const auto second = Group::create(store, "second", group->rank(), size);
+    const auto second =
+        Group::create(store, "second", group->rank(), size, test::on_hosts(GetParam()));
     test::Fuzz fuzz(*group, *second, 1000u + static_cast<unsigned>(size));
-    left[static_cast<std::size_t>(group->rank())] = fuzz.run(kSteps);
-  });
+    left[static_cast<std::size_t>(group->rank())] = fuzz.run(group->on_one_host() ? kSteps : kSteps / 4);
+  }, test::on_hosts(GetParam()));
   // The groups are gone; this is another thread than the one that made the results.
   for (auto& rank : left) {
     for (test::Held& held : rank) {

@@ -57,7 +57,7 @@ TEST(CollectiveMatmulOrder, ALateRankCostsTheOthersItsDelayOnce) {
 
 /// What rank 0 does in `call` while the last rank comes 50 ms late.
 Seen seen_beside_a_late_peer(const char* op, const std::function<void(const Group&)>& call,
-                             int size = 2, bool shared_memory = true,
+                             int size = 2, const test::HostNumbers& hosts = {},
                              std::chrono::milliseconds delay = std::chrono::milliseconds(50)) {
   Seen seen;
   const auto see = [&](const auto& group) {
@@ -78,7 +78,7 @@ Seen seen_beside_a_late_peer(const char* op, const std::function<void(const Grou
       if (event.kind == trace::Kind::copy) seen.order += event.what[0];
     }
   };
-  run_ranks(size, see, {std::chrono::seconds(30), shared_memory});
+  run_ranks(size, see, test::on_hosts(hosts));
   return seen;
 }
 
@@ -199,15 +199,33 @@ TEST(CollectiveMatmulOrder, EveryPassIsCutIntoItsTilesAndCollectives) {
         const auto run = [&](const Group& group) { pass.run(group, options); };
         const std::string what = fmt::format("{} on {}, mode {}, ring {}", pass.op, size,
                                              static_cast<int>(options.mode), options.ring);
-        const Seen seen = seen_beside_a_late_peer(pass.op, run, size, true, kDelay);
+        const Seen seen = seen_beside_a_late_peer(pass.op, run, size, {}, kDelay);
         EXPECT_EQ(seen.calls, 1) << what;
         EXPECT_EQ(seen.order, expected_order(pass, size, options)) << what;
-        if (options.mode == Mode::fused) continue;
-        // Over the network each collective is waited for once.
-        EXPECT_EQ(seen_beside_a_late_peer(pass.op, run, size, false, kDelay).waits.size(),
-                  options.mode == Mode::chunked ? kChunks : 1)
-            << what << ", network";
       }
+    }
+  }
+}
+
+/// Between hosts nothing is waited for while there is something to multiply: own rows of what is gathered, all tiles
+/// of what is reduced.
+TEST(CollectiveMatmulOrder, TilesForOtherHostsAreMadeBesideALatePeer) {
+  constexpr int kTiles = 4;
+  for (const int size : {2, 3}) {
+    for (const Pass& pass : passes()) {
+      const std::string what = fmt::format("{} on {}", pass.op, size);
+      const Seen seen = seen_beside_a_late_peer(
+          pass.op, [&](const Group& group) { pass.run(group, {Mode::chunked, kTiles}); }, size,
+          test::apart(size));
+      EXPECT_EQ(seen.calls, 1) << what;
+      const int tiles = pass.reduces ? size * kTiles : 1 + (size - 1) * kTiles;
+      ASSERT_EQ(seen.matmuls.size(), pass.matmuls_of_a_tile * tiles) << what;
+      ASSERT_FALSE(seen.waits.empty()) << what;
+      const trace::Event& last =
+          pass.reduces ? seen.matmuls.back()
+                       : seen.matmuls[static_cast<std::size_t>(pass.matmuls_of_a_tile - 1)];
+      EXPECT_LE(last.end_ns, seen.waits[0].begin_ns) << what;
+      EXPECT_GE(seen.waits[0].end_ns - seen.waits[0].begin_ns, 20'000'000) << what;
     }
   }
 }

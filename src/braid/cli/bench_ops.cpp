@@ -1,5 +1,6 @@
 // braid bench ops: an operation in every mode, beside the matmul alone and the communication alone.
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cmath>
@@ -51,6 +52,13 @@ void c10d_collective(const Group& gloo, const std::string& op, at::Tensor out, a
   work->wait();
 }
 
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) { return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec); };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
 at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape).to(dtype);
 }
@@ -89,6 +97,7 @@ struct OpTimes {
   std::vector<Way> plans, communication;
   std::string auto_mode;
   std::size_t shared_memory_bytes;  // of this rank, up to here
+  double comm_cpu;  // all threads' seconds of the collective alone, mean of the ranks
 
   /// The fastest plan whose name begins so, or null.
   const Way* best(const char* prefix) const {
@@ -119,6 +128,7 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
   for (const Way& way : t.plans) line["plans_s"][way.name] = way.s;
   for (const Way& way : t.communication) line[way.name + "_s"] = way.s;
   line["shared_memory_bytes"] = t.shared_memory_bytes;
+  line["comm_cpu_s"] = t.comm_cpu;
   return line;
 }
 
@@ -254,6 +264,11 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   const std::vector<double> medians = time_interleaved(group, contenders, rounds, calls);
   for (std::size_t i = 0; i < places.size(); ++i) times[places[i]] = medians[i];
   if (group.memory() != nullptr) result.shared_memory_bytes = group.memory()->bytes();
+  constexpr int kCpuCalls = 5;
+  const double cpu_before = cpu_seconds();
+  for (int i = 0; i < kCpuCalls; ++i) communicate(group);
+  const at::Tensor cpu = at::scalar_tensor(cpu_seconds() - cpu_before, at::kDouble);
+  result.comm_cpu = all_reduce(group, cpu).item<double>() / kCpuCalls / ranks;
   result.gemm = times[0];
   result.automatic = times[1];
   result.auto_again = times[2];

@@ -1,0 +1,69 @@
+"""Measures collective matmuls between hosts (tools/hosts.sh, needs root) at wires as fast as the matmul, slower and faster.
+
+Usage: python3 bench/hosts.py [--op OP] [--k K]... [--wire RATIO]... [--rounds N] [--json FILE]
+Each case is m = n = 2048, f32, 2 hosts of one rank, a core each. The rate of the wire is set so that what each host has to send takes
+RATIO times as long as the rank's matmul, which is measured first. All columns are relative to the larger of the two.
+"""
+import argparse
+import json
+import pathlib
+import subprocess
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+M = N = 2048
+RANKS = 2
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+RANK = 'RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 BRAID_INTERFACE=$HOST_ADDR exec "$@"'
+
+
+def shape(op, k_of_rank):
+    """n and k of the whole product, of which a rank multiplies 2048 x 2048 x k_of_rank."""
+    return (N * RANKS, k_of_rank) if op == "all_gather_matmul" else (N, k_of_rank * RANKS)
+
+
+def wire_bytes(op, k_of_rank):
+    """What a host must send at least."""
+    if op == "all_gather_matmul":
+        return M // RANKS * k_of_rank * 4
+    return M // RANKS * N * 4 * (2 if op == "matmul_all_reduce" else 1)
+
+
+def bench(op, k_of_rank, rate, rounds):
+    n, k = shape(op, k_of_rank)
+    wire = ["--rate", f"{int(rate)}bit"] if rate else []
+    out = subprocess.run(
+        [ROOT / "tools/hosts.sh", *wire, str(RANKS), "sh", "-c", RANK, "sh", ROOT / "build/braid", "bench", "ops", "--op", op,
+         "--m", str(M), "--n", str(n), "--k", str(k), "--dtype", "f32", "--rounds", str(rounds), "--json"],
+        capture_output=True, text=True, check=True).stdout
+    return next(json.loads(line[4:]) for line in out.splitlines() if line.startswith("[0] {"))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--op", action="append", choices=OPS)
+    parser.add_argument("--k", action="append", type=int)
+    parser.add_argument("--wire", action="append", type=float)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=argparse.FileType("a"))
+    args = parser.parse_args()
+    print(f"{'':<22} {'k':>5} {'wire':>5} {'gemm ms':>8} {'wire ms':>8} {'Mbit/s':>7}   auto serial  gloo  plan        cpu ms/MB")
+    for op in args.op or OPS:
+        for k in args.k or (2048, 1024):
+            gemm = bench(op, k, None, 3)["gemm_s"]
+            for ratio in args.wire or (0.25, 1, 4):
+                rate = wire_bytes(op, k) * 8 / (gemm * ratio)
+                line = bench(op, k, rate, args.rounds)
+                line["rate_bits_per_s"] = rate
+                line["wire_s"] = wire_bytes(op, k) * 8 / rate
+                limit = max(line["gemm_s"], line["wire_s"])
+                print(f"{op:<22} {k:>5} {ratio:>5} {1e3 * line['gemm_s']:>8.1f} {1e3 * line['wire_s']:>8.1f} {1e-6 * rate:>7.0f}  "
+                      f"{min(line['auto_s'], line['auto_again_s']) / limit:>5.2f} {line['serial_shm_s'] / limit:>6.2f} "
+                      f"{line['serial_gloo_s'] / limit:>5.2f}  {line['auto_mode']:<11} "
+                      f"{1e3 * line['comm_cpu_s'] / (wire_bytes(op, k) / 2**20):>6.2f}", flush=True)
+                if args.json:
+                    args.json.write(json.dumps(line) + "\n")
+                    args.json.flush()
+
+
+if __name__ == "__main__":
+    main()
