@@ -43,15 +43,6 @@ const std::map<std::string, Op> kOps{{"all_gather_matmul", run_all_gather_matmul
                                      {"matmul_reduce_scatter", run_matmul_reduce_scatter},
                                      {"matmul_all_reduce", run_matmul_all_reduce}};
 
-/// The collective as torch.distributed's users have it: c10d's own over Gloo, whole and blocking.
-void c10d_collective(const Group& gloo, const std::string& op, at::Tensor out, at::Tensor in) {
-  std::vector<at::Tensor> message{out};
-  const auto work = op == "all_gather_matmul"       ? gloo.backend()._allgather_base(out, in)
-                    : op == "matmul_reduce_scatter" ? gloo.backend()._reduce_scatter_base(out, in)
-                                                    : gloo.backend().allreduce(message);
-  work->wait();
-}
-
 double cpu_seconds() {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
@@ -92,8 +83,7 @@ struct Way {
 };
 
 struct OpTimes {
-  double gemm, automatic, auto_again,
-      serial_gloo;  // serial_gloo: braid's over p2p where rows are uneven
+  double gemm, automatic, auto_again, serial_gloo;
   std::vector<Way> plans, communication;
   std::string auto_mode;
   std::size_t shared_memory_bytes;  // of this rank, up to here
@@ -146,8 +136,8 @@ void print_table(const OpCase& c, int ranks, const OpTimes& t) {
   row({"serial_gloo", t.serial_gloo}, false);
   for (const Way& way : t.communication) row(way, true);
   print(
-      "gemm: this rank's matmul alone, uncut. comm: the collective alone. shm: over shared memory; "
-      "gloo: c10d's own\ncollective; p2p: braid's over c10d's messages. E: overlap efficiency, 1 - "
+      "gemm: this rank's matmul alone, uncut. comm: the collective alone. gloo: c10d's own "
+      "collectives.\nE: overlap efficiency, 1 - "
       "(T - gemm) / (serial_gloo - gemm).\n");
 }
 
@@ -182,29 +172,6 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   const at::Tensor x_whole = gathers ? random({c.m, c.k}, c.dtype) : x;
   at::Tensor y = at::empty({c.m, w.size(0)}, x.options());
   const at::Tensor partial = random({c.m, c.n}, c.dtype);
-  const bool even = c.m % ranks == 0;  // what c10d's collectives ask for
-  at::Tensor gathered = at::empty({c.m, c.k}, x.options()),
-             scattered = at::empty({c.m / ranks, c.n}, x.options());
-  const auto c10d_alone = [&] {
-    if (gathers)
-      c10d_collective(gloo, c.op, gathered, x);
-    else if (c.op == "matmul_reduce_scatter")
-      c10d_collective(gloo, c.op, scattered, partial);
-    else
-      c10d_collective(gloo, c.op, partial, partial);
-  };
-  const auto c10d_serial = [&] {  // with results of its own, as a layer makes them
-    if (gathers) {
-      const at::Tensor full = at::empty_like(gathered);
-      c10d_collective(gloo, c.op, full, x);
-      (void)at::mm(full, w.t());
-    } else {
-      const at::Tensor product = at::mm(x, w.t());
-      c10d_collective(gloo, c.op,
-                      c.op == "matmul_reduce_scatter" ? at::empty_like(scattered) : product,
-                      product);
-    }
-  };
   const auto communicate = [&](const Group& over) {
     if (gathers)
       (void)all_gather(over, x);
@@ -227,10 +194,7 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   std::vector<Candidate> candidates{{"gemm", [&] { at::mm_out(y, x_whole, w.t()); }},
                                     {"auto", in_mode(group, {Mode::automatic})},
                                     {"auto again", in_mode(group, {Mode::automatic})}};
-  if (even)
-    candidates.push_back({"serial_gloo", c10d_serial});
-  else
-    candidates.push_back({"serial_gloo", in_mode(gloo, {Mode::serial})});
+  candidates.push_back({"serial_gloo", in_mode(gloo, {Mode::serial})});
   const std::size_t first_plan = candidates.size();
   std::vector<Plan> plans = tuner::candidates(
       group, {c.op.c_str(), c.m, c.n, c.k, c.dtype, !gathers, at::isReducedFloatingType(c.dtype)});
@@ -239,9 +203,8 @@ OpTimes measure_op(const OpCase& c, const Group& group, const Group& gloo, int r
   for (const Plan& plan : plans)
     candidates.push_back({name_of(plan), in_mode(group, options_of(plan))});
   const std::size_t first_communication = candidates.size();
-  candidates.push_back({"comm_shm", [&] { communicate(group); }});
-  candidates.push_back({"comm_p2p", [&] { communicate(gloo); }});
-  if (even) candidates.push_back({"comm_gloo", c10d_alone});
+  candidates.push_back({"comm", [&] { communicate(group); }});
+  candidates.push_back({"comm_gloo", [&] { communicate(gloo); }});
 
   const double gemm_alone = time_interleaved(group, {candidates[0]}, 3)[0];
   std::vector<double> times = time_interleaved(group, candidates, 1);
@@ -295,9 +258,9 @@ void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Pl
   share_cores(place, *store);
   const int ranks = place.world_size;
   const auto group = Group::create(store, "tp", place.rank, ranks);
-  GroupOptions no_memory;
-  no_memory.shared_memory = false;
-  const auto gloo = Group::create(store, "gloo", place.rank, ranks, no_memory);
+  GroupOptions engine;
+  engine.engine_collectives = true;
+  const auto gloo = Group::create(store, "gloo", place.rank, ranks, engine);
   for (const OpCase& c : cases) {
     const OpTimes times = measure_op(c, *group, *gloo, rounds, cases.size() == 1);
     if (place.rank != 0) continue;

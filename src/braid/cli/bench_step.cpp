@@ -4,6 +4,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "braid/cli/bench.h"
 #include "braid/cli/output.h"
@@ -49,6 +50,11 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   const Mesh mesh = make_mesh(store, place.rank, place.world_size, tp);
   // The same shards without their communication: what is left of a step when every transfer is free.
   Mesh alone{{}, Group::create_stub("tp", mesh.tp->rank(), tp), Group::create_stub("dp", 0, 1)};
+  // The same ranks over the process group's own collectives.
+  GroupOptions engine_options;
+  engine_options.engine_collectives = true;
+  const Mesh engine = make_mesh(c10::make_intrusive<c10d::PrefixStore>("gloo", store), place.rank,
+                                place.world_size, tp, engine_options);
   const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());
   Trainer trainer(config, mesh, batch);
   std::map<std::string, trace::Totals> measured, serial;
@@ -62,14 +68,18 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   };
   std::vector<Candidate> candidates{{"step", [&] { run(false, measured); }},
                                     {"serial", [&] { run(true, serial); }}};
-  std::optional<Trainer> stub;
+  std::optional<Trainer> stub, gloo;
   if (place.world_size > 1) {
-    TrainConfig own_part = config;
-    own_part.tuner_file.clear();
+    TrainConfig without_file = config;
+    without_file.tuner_file.clear();
+    TrainConfig own_part = without_file;
     own_part.global_batch_size /= mesh.dp->size();  // as many micro-batches
     stub.emplace(own_part, alone, batch);
     stub->model().set_matmul({Mode::fused});
     candidates.push_back({"no_comm", [&] { (void)stub->step(iteration); }});
+    gloo.emplace(without_file, engine, batch);
+    gloo->set_serial(true);
+    candidates.push_back({"serial_gloo", [&] { (void)gloo->step(iteration); }});
   }
   // All kinds in every round, so that the machine's moods meet all; the first round warms up.
   const auto times = time_interleaved(*mesh.world, candidates, rounds);
@@ -102,6 +112,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
     by_spans = overlap.comm_s > 0 ? overlap.hidden_s / overlap.comm_s : 0;
     by_steps = 1 - (times[0] - times[2]) / (times[1] - times[2]);
     line["no_comm_step_s"] = times[2];
+    line["serial_gloo_step_s"] = times[3];
     line["hidden_by_spans"] = by_spans;
     line["hidden_by_steps"] = by_steps;
     line["shares_agree"] = std::abs(by_spans - by_steps) <= 0.05;

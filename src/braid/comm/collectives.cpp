@@ -14,6 +14,10 @@ Pending<at::Tensor> done(at::Tensor result) {
   return Pending<at::Tensor>([result] { return result; });
 }
 
+const Transport& transport(const Group& group) {
+  return group.uses_engine() ? kEngine : group.on_one_host() ? kShared : kBetweenHosts;
+}
+
 void check_total(const char* what, const std::vector<std::int64_t>& rows, const at::Tensor& x) {
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), x.size(0), what);
 }
@@ -54,9 +58,7 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   }
   if (group.size() == 1) return done(x_shard.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_gather");
-  return group.on_one_host()
-             ? shared::start_all_gather(group, x_shard.detach(), std::move(rows))
-             : network::start_all_gather(group, x_shard.detach().contiguous(), std::move(rows));
+  return transport(group).start_all_gather(group, x_shard.detach(), std::move(rows));
 }
 
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
@@ -67,9 +69,7 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
   check_total("reduce_scatter: the sum of rows and the rows of x", rows, x);
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("reduce_scatter");
-  return group.on_one_host()
-             ? shared::start_reduce_scatter(group, x.detach(), std::move(rows))
-             : network::start_reduce_scatter(group, x.detach().contiguous(), std::move(rows));
+  return transport(group).start_reduce_scatter(group, x.detach(), std::move(rows));
 }
 
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
@@ -84,9 +84,7 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
     return done(out);
   }
   const trace::Operation operation("all_reduce");
-  return group.on_one_host()
-             ? shared::start_all_reduce(group, x.detach(), op, std::move(out))
-             : network::start_all_reduce(group, x.detach().contiguous(), op, std::move(out));
+  return transport(group).start_all_reduce(group, x.detach(), op, std::move(out));
 }
 
 Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
@@ -95,7 +93,7 @@ Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::S
   check_rows(group, "reduce_scatter", "rows", rows);
   BRAID_CHECK_EQ(std::reduce(rows.begin(), rows.end()), sizes[0],
                  "reduce_scatter: the sum of rows and the rows of x");
-  if (group.on_one_host()) {
+  if (&transport(group) == &kShared) {
     const trace::Operation operation("reduce_scatter");
     return shared::prepare_reduce_scatter(group, sizes, dtype, std::move(rows));
   }
@@ -105,7 +103,7 @@ Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::S
 
 Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                             at::Tensor out) {
-  if (group.on_one_host()) {
+  if (&transport(group) == &kShared) {
     const trace::Operation operation("all_reduce");
     return shared::prepare_all_reduce(group, sizes, dtype, ReduceOp::sum, std::move(out));
   }
@@ -124,11 +122,8 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   BRAID_CHECK_EQ(send_rows[own], recv_rows[own], "all_to_all: rows from this rank to itself");
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_to_all");
-  return group.on_one_host()
-             ? shared::start_all_to_all(group, x.detach(), std::move(send_rows),
-                                        std::move(recv_rows))
-             : network::start_all_to_all(group, x.detach().contiguous(), std::move(send_rows),
-                                         std::move(recv_rows));
+  return transport(group).start_all_to_all(group, x.detach(), std::move(send_rows),
+                                        std::move(recv_rows));
 }
 
 at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,
@@ -166,14 +161,13 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
               " is not a rank of a group of ", group.size());
   if (group.size() == 1) return x.clone(at::MemoryFormat::Contiguous);
   const trace::Operation operation("broadcast");
-  return group.on_one_host() ? shared::broadcast(group, x.detach(), root)
-                                   : network::broadcast(group, x.detach().contiguous(), root);
+  return transport(group).broadcast(group, x.detach(), root);
 }
 
 void barrier(const Group& group) {
   if (group.size() == 1) return;
   const trace::Operation operation("barrier");
-  group.on_one_host() ? shared::barrier(group) : network::barrier(group);
+  transport(group).barrier(group);
 }
 
 }  // namespace braid

@@ -28,6 +28,8 @@ struct GroupOptions {
   bool shared_memory = env().shared_memory;  // false: as if every rank were on a host of its own
   /// By rank; those with different ones are as on different hosts, even if they could share memory.
   std::vector<int> pretended_hosts = {};
+  /// Every collective is the process group's own, and nothing overlaps: for comparisons.
+  bool engine_collectives = false;
 };
 
 /// Ranks 0..size-1 of one axis. Used by one thread at a time; all ranks start the same operations
@@ -54,6 +56,7 @@ class Group {
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   const Hosts& hosts() const { return hosts_; }
   bool on_one_host() const { return hosts_.count() == 1; }
+  bool uses_engine() const { return options_.engine_collectives; }
   /// The memory that the ranks of this host map. Null in a group of one.
   SharedMemory* memory() const { return memory_.get(); }
   /// Messages to other hosts. Null in a group on one host.

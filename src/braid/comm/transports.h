@@ -1,5 +1,4 @@
-// The collectives over each transport, as comm/collectives.h describes them; groups of more than
-// one; over the process group inputs are contiguous.
+// The collectives over each transport, as comm/collectives.h describes them; groups of more than one.
 #pragma once
 
 #include "braid/comm/collectives.h"
@@ -18,38 +17,36 @@ inline std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t row
   return shape;
 }
 
-// Over the memory that the ranks of a host map. A start publishes, the wait reads the peers' slots.
+/// The collectives over one transport: detached inputs, arguments checked.
+struct Transport {
+  Pending<at::Tensor> (*start_all_gather)(const Group& group, const at::Tensor& x_shard,
+                                          std::vector<std::int64_t> rows);
+  Pending<at::Tensor> (*start_reduce_scatter)(const Group& group, const at::Tensor& x,
+                                              std::vector<std::int64_t> rows);
+  Pending<at::Tensor> (*start_all_reduce)(const Group& group, const at::Tensor& x, ReduceOp op,
+                                          at::Tensor out);
+  Pending<at::Tensor> (*start_all_to_all)(const Group& group, const at::Tensor& x,
+                                          std::vector<std::int64_t> send_rows,
+                                          std::vector<std::int64_t> recv_rows);
+  at::Tensor (*broadcast)(const Group& group, const at::Tensor& x, int root);
+  void (*barrier)(const Group& group);
+};
+
+/// Over the memory that the ranks of a host map. A start publishes, the wait reads the peers' slots.
+extern const Transport kShared;
 namespace shared {
-Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
-                                     std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
-                                         std::vector<std::int64_t> rows);
-Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
-                                     at::Tensor out);
 Prepared prepare_reduce_scatter(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                                 std::vector<std::int64_t> rows);
 Prepared prepare_all_reduce(const Group& group, at::IntArrayRef sizes, at::ScalarType dtype,
                             ReduceOp op, at::Tensor out);
-Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
-                                     std::vector<std::int64_t> send_rows,
-                                     std::vector<std::int64_t> recv_rows);
-at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
-void barrier(const Group& group);
-}  // namespace shared
-
-// Over the process group. Everything is posted at the start; all but all_reduce takes one hop.
-namespace network {
-Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_shard,
-                                     std::vector<std::int64_t> rows);
 Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x,
                                          std::vector<std::int64_t> rows);
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
                                      at::Tensor out);
-Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
-                                     std::vector<std::int64_t> send_rows,
-                                     std::vector<std::int64_t> recv_rows);
-at::Tensor broadcast(const Group& group, const at::Tensor& x, int root);
-void barrier(const Group& group);
-}  // namespace network
+}  // namespace shared
+/// Between hosts: over the fused streams of comm/streams.h, so a byte crosses the wire once a host.
+extern const Transport kBetweenHosts;
+/// The process group's own: blocking, sums in its own order, losses not named.
+extern const Transport kEngine;
 
 }  // namespace braid

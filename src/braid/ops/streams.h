@@ -13,6 +13,7 @@ namespace braid {
 
 /// Between hosts a plan of several chunks is fused, too: rows are cut in so many tiles.
 inline bool is_fused(const Group& group, const Plan& plan) {
+  if (group.uses_engine()) return false;
   return plan.num_chunks == 0 || (plan.num_chunks > 1 && !group.on_one_host());
 }
 

@@ -10,7 +10,7 @@
 #include "braid/comm/transports.h"
 #include "braid/comm/wire.h"
 
-namespace braid::network {
+namespace braid::between_hosts {
 namespace {
 
 // All-reduces up to here, and maxima, gather all inputs (one hop); larger sums scatter and gather parts.
@@ -118,6 +118,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows) {
   constexpr const char* kOp = "all_to_all";
+  const at::Tensor in = x.contiguous();
   Header header = tensor_header(kOp, x.sizes(), x.scalar_type());
   header.rows_agree = false;
   Wire& wire = *group.wire();
@@ -134,10 +135,10 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   }
   for (int step = 1; step < group.size(); ++step) {
     const int to = (group.rank() + step) % group.size();
-    messages.push_back(wire.send(operation, Wire::Hop::first, part(x, send_rows, to), to));
+    messages.push_back(wire.send(operation, Wire::Hop::first, part(in, send_rows, to), to));
   }
-  at::Tensor(part(out, recv_rows, group.rank())).copy_(part(x, send_rows, group.rank()));
-  return Pending<at::Tensor>([x, out, messages]() mutable {
+  at::Tensor(part(out, recv_rows, group.rank())).copy_(part(in, send_rows, group.rank()));
+  return Pending<at::Tensor>([in, out, messages]() mutable {
     const trace::Operation resumed(kOp, trace::resumed);
     for (Message& message : messages) message.wait();
     return out;
@@ -164,4 +165,9 @@ void barrier(const Group& group) {
       .wait();
 }
 
-}  // namespace braid::network
+}  // namespace braid::between_hosts
+
+const braid::Transport braid::kBetweenHosts{
+    between_hosts::start_all_gather, between_hosts::start_reduce_scatter,
+    between_hosts::start_all_reduce, between_hosts::start_all_to_all,
+    between_hosts::broadcast,        between_hosts::barrier};
