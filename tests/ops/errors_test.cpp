@@ -17,6 +17,7 @@ using std::chrono_literals::operator""s;
 using test::rank_integers;
 using test::rank_values;
 using test::run_ranks;
+using testing::AnyOf;
 using testing::HasSubstr;
 using Rows = std::vector<std::int64_t>;
 
@@ -219,6 +220,40 @@ TEST_P(GatherOfUnequalShards, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
   }
   EXPECT_EQ(texts[0], texts[1]);
   EXPECT_EQ(texts[0], texts[2]);
+  num_dropped_pending = 0;  // on purpose here
+}
+
+/// Between hosts, where the group can't go on; a rank that has only heard of it names who differs.
+TEST(CollectiveMatmulErrors, DisagreementBetweenHostsIsAnErrorOfAll) {
+  for (const test::HostNumbers& hosts :
+       std::vector<test::HostNumbers>{{0, 1}, {0, 1, 2}, {0, 0, 1}, {0, 1, 1, 0}}) {
+    const int size = static_cast<int>(hosts.size());
+    std::vector<std::string> texts(hosts.size());
+    run_ranks(size,
+              [&](const auto& group) {
+                expect_works(*group);
+                const std::int64_t n = group->rank() == size - 1 ? 6 : 5;
+                for (int repeat = 0; repeat < 2; ++repeat) {
+                  std::string text;
+                  try {
+                    (void)matmul_all_reduce(*group, at::ones({4, 3}), at::ones({n, 3}), {},
+                                            {Mode::chunked, 2});
+                  } catch (const c10::Error& error) {
+                    text = error.what_without_backtrace();
+                  }
+                  EXPECT_THAT(text, AnyOf(HasSubstr(fmt::format("and {} of group", size - 1)),
+                                          HasSubstr("lost rank")));
+                  texts[static_cast<std::size_t>(group->rank())] = text;
+                }
+              },
+              test::on_hosts(hosts, std::chrono::seconds(5)));
+    EXPECT_THAT(texts.back(), HasSubstr("disagree in n: 5 and 6")) << test::name_of(hosts);
+    for (const std::string& text : texts) {
+      if (hosts == test::apart(size)) {
+        EXPECT_EQ(text, texts[0]);
+      }
+    }
+  }
   num_dropped_pending = 0;  // on purpose here
 }
 

@@ -5,14 +5,14 @@
 //           one work
 //   Keeps   a large all-reduce's result owns a slot of shared memory until it is freed
 //   Sums    in f32 (f64 for f64, integers in themselves), in rank order, rounded once: the same
-//           bits on every rank and in every run (over the process group an all-reduce's order is
-//           Gloo's)
+//           bits on every rank and in every run; between hosts as comm/streams.h
 //   Order   collective: every rank starts them in the same order on a group, at least two may be in
-//           flight; all-reduces are waited for in that order too, as their second hop is in wait().
-//           Inputs stay unwritten until wait()
+//           flight; all-reduces are waited for in that order too, as inside a host their second hop is
+//           in wait(). Inputs stay unwritten until wait(). Between hosts a reduction's start waits
+//           for the ranks of this host
 //   Errors  ValueError before any payload, the same on every rank, when dtypes or shapes disagree
-//           (shared memory); DistBackendError naming op, group, rank, peer, elapsed time and
-//           time-out when a peer is lost
+//           (between hosts the group is unusable then); DistBackendError naming op, group, rank, peer,
+//           elapsed time and time-out when a peer is lost
 #pragma once
 
 #include <ATen/ATen.h>
