@@ -121,8 +121,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   const at::Tensor in = x.contiguous();
   Header header = tensor_header(kOp, x.sizes(), x.scalar_type());
   header.rows_agree = false;
-  Wire& wire = *group.wire();
-  const Wire::Operation operation = wire.start(kOp, header);
+  auto operation = std::make_shared<Wire::Operation>(*group.wire(), kOp, header);
   const at::Tensor out =
       at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
   const auto part = [](const at::Tensor& of, const std::vector<std::int64_t>& rows, int peer) {
@@ -131,16 +130,17 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   std::vector<Message> messages;
   for (int step = 1; step < group.size(); ++step) {
     const int from = (group.rank() + group.size() - step) % group.size();
-    messages.push_back(wire.receive(operation, Wire::Hop::first, part(out, recv_rows, from), from));
+    messages.push_back(operation->receive(Hop::first, part(out, recv_rows, from), from));
   }
   for (int step = 1; step < group.size(); ++step) {
     const int to = (group.rank() + step) % group.size();
-    messages.push_back(wire.send(operation, Wire::Hop::first, part(in, send_rows, to), to));
+    messages.push_back(operation->send(Hop::first, part(in, send_rows, to), to));
   }
   at::Tensor(part(out, recv_rows, group.rank())).copy_(part(in, send_rows, group.rank()));
-  return Pending<at::Tensor>([in, out, messages]() mutable {
+  return Pending<at::Tensor>([in, out, messages, operation]() mutable {
     const trace::Operation resumed(kOp, trace::resumed);
     for (Message& message : messages) message.wait();
+    operation.reset();
     return out;
   });
 }

@@ -47,7 +47,7 @@ class FusedGather final : public GatherStream {
         name_(name),
         x_(x_shard),
         rows_(std::move(rows)),
-        lease_(start()) {
+        lease_(group.memory()->start(header(), slot_bytes())) {
     if (!lease_.is_stub() && is_read())
       store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
     lease_.publish(1);
@@ -79,7 +79,7 @@ class FusedGather final : public GatherStream {
       if (const RowRange range = piece(rank); range.length > 0) return tile_of(rank, range);
     }
     for (Message& message : sent_) message.wait();
-    steps_.reset();
+    operation_.reset();
     lease_.release();
     return std::nullopt;
   }
@@ -104,17 +104,19 @@ class FusedGather final : public GatherStream {
     return group_.hosts().proxy(rank, group_.hosts().of(group_.rank()));
   }
 
-  SharedMemory::Lease start() {
+  Header header() const {
     Header header;
     std::strncpy(header.op, name_, sizeof header.op - 1);
     header.dtype = static_cast<std::int64_t>(x_.scalar_type());
     header.k = x_.size(1);
     header.rows = x_.size(0);
     header.set_rows_of_ranks(rows_);
+    return header;
+  }
+  std::size_t slot_bytes() const {
     std::size_t bytes = is_read() ? x_.nbytes() : 0;
     for (const int guest : group_.hosts().guests(group_.rank())) bytes += bytes_of(rows_of(guest));
-    if (!group_.on_one_host()) operation_ = group_.wire()->start(name_, header);
-    return group_.memory()->start(header, bytes);
+    return bytes;
   }
 
   /// A tile's rows among those of its rank.
@@ -131,13 +133,13 @@ class FusedGather final : public GatherStream {
 
   void exchange() {
     const Hosts& hosts = group_.hosts();
-    Wire& wire = *group_.wire();
+    operation_.emplace(*group_.wire(), name_, header());
     const auto guests = hosts.guests(group_.rank());
     std::vector<std::pair<Message, at::Tensor>> arrivals;
     for (int p = 0; p < num_tiles_; ++p) {
       for (const int guest : guests) {
         const at::Tensor place = tile(guest, piece_of(guest, p));
-        arrivals.emplace_back(wire.receive(*operation_, Wire::Hop::first, place, guest), place);
+        arrivals.emplace_back(operation_->receive(Hop::first, place, guest), place);
       }
     }
     const at::Tensor x = x_.contiguous();
@@ -145,15 +147,13 @@ class FusedGather final : public GatherStream {
       const RowRange range = piece_of(group_.rank(), p);
       for (int step = 1; step < hosts.count(); ++step) {
         const int host = (hosts.of(group_.rank()) + step) % hosts.count();
-        sent_.push_back(wire.send(*operation_, Wire::Hop::first,
-                                  x.narrow(0, range.begin, range.length),
-                                  hosts.proxy(group_.rank(), host)));
+        sent_.push_back(operation_->send(Hop::first, x.narrow(0, range.begin, range.length),
+                                         hosts.proxy(group_.rank(), host)));
       }
     }
     int count = 0;
-    steps_.emplace(wire);
     for (auto& [message, place] : arrivals) {
-      steps_->submit([this, message = std::move(message), place = place, count = ++count]() mutable {
+      operation_->submit([this, message = std::move(message), place = place, count = ++count]() mutable {
         message.wait();
         tsan::write(place.data_ptr(), place.nbytes());
         lease_.publish_result(count);
@@ -190,7 +190,6 @@ class FusedGather final : public GatherStream {
   const char* name_;
   at::Tensor x_;
   std::vector<std::int64_t> rows_;
-  std::optional<Wire::Operation> operation_;  // between hosts
   SharedMemory::Lease lease_;
   int num_tiles_ = 0;
   std::vector<Message> sent_;
@@ -199,7 +198,7 @@ class FusedGather final : public GatherStream {
   int piece_ = 0;
   std::size_t guest_ = 0;           // the next one, in away_
   std::optional<SlotReads> reads_;  // of the tile that was given last
-  std::optional<Wire::Steps> steps_;
+  std::optional<Wire::Operation> operation_;  // between hosts
 };
 
 }  // namespace

@@ -57,13 +57,14 @@ class FusedReduce final : public ReduceStream {
                          : std::max(0, static_cast<int>(here_.size()) - (own_apart_ ? 1 : 2))),
         result_rows_(shape_.all_reduce ? std::reduce(shape_.rows.begin(), shape_.rows.end())
                                        : rows_of(rank_)),
-        lease_(start()) {
+        lease_(group.memory()->start(header(),
+                                     wire_offset(rank_, rank_) + outgoing_bytes(rank_))) {
     if (group.on_one_host()) {
       for (int i = 0; i < group.size(); ++i)
         order_.push_back({(rank_ + (ring_ ? 2 * group.size() - 1 - i : 1 + i)) % group.size(), 0});
     } else {
       order_tiles();
-      steps_.emplace(*group.wire());
+      operation_.emplace(*group.wire(), name_, header());
       post_receives();
     }
   }
@@ -115,7 +116,7 @@ class FusedReduce final : public ReduceStream {
     }
     for (Message& message : sent_) message.wait();
     for (Message& message : sent_on_) message.wait();
-    steps_.reset();
+    operation_.reset();
     if (kept && shape_.all_reduce)
       lease_.release_and_wait();
     else
@@ -152,7 +153,7 @@ class FusedReduce final : public ReduceStream {
     return {first_row(parts, tile.piece), parts[static_cast<std::size_t>(tile.piece)]};
   }
 
-  SharedMemory::Lease start() {
+  Header header() const {
     Header header;
     std::strncpy(header.op, name_, sizeof header.op - 1);
     header.dtype = static_cast<std::int64_t>(shape_.dtype);
@@ -160,8 +161,7 @@ class FusedReduce final : public ReduceStream {
     header.rows = std::reduce(shape_.rows.begin(), shape_.rows.end());
     header.set_variant("split and plan (hash)", static_cast<std::int64_t>(c10::get_hash(
                                                     shape_.rows, ring_, own_apart_, num_tiles_)));
-    if (!group_.on_one_host()) operation_ = group_.wire()->start(name_, header);
-    return group_.memory()->start(header, wire_offset(rank_, rank_) + outgoing_bytes(rank_));
+    return header;
   }
 
   void order_tiles() {
@@ -275,14 +275,13 @@ class FusedReduce final : public ReduceStream {
   }
 
   void post_receives() {
-    Wire& wire = *group_.wire();
     arrivals_.resize(static_cast<std::size_t>(num_tiles_));
     for (int piece = 0; piece < num_tiles_; ++piece)
       for (int host = 0; host < hosts_.count(); ++host)
         if (host != hosts_.of(rank_))
           arrivals_[static_cast<std::size_t>(piece)].push_back(
-              wire.receive(*operation_, Wire::Hop::first, arrival_place(host, piece),
-                           hosts_.proxy(rank_, host)));
+              operation_->receive(Hop::first, arrival_place(host, piece),
+                                  hosts_.proxy(rank_, host)));
     if (!shape_.all_reduce) return;
     std::vector<int> guests = hosts_.guests(rank_);
     std::sort(guests.begin(), guests.end(), [&](int a, int b) {
@@ -290,9 +289,9 @@ class FusedReduce final : public ReduceStream {
     });
     for (int piece = 0; piece < num_tiles_; ++piece)
       for (const int guest : guests)
-        results_.push_back({{guest, piece},
-                            wire.receive(*operation_, Wire::Hop::second,
-                                         wire_place(rank_, {guest, piece}), guest)});
+        results_.push_back(
+            {{guest, piece},
+             operation_->receive(Hop::second, wire_place(rank_, {guest, piece}), guest)});
   }
 
   /// Hands on the tile that was given.
@@ -307,13 +306,13 @@ class FusedReduce final : public ReduceStream {
       if (shape_.all_reduce) lease_.publish_result(1);
     } else if (tile_.owner != rank_) {
       if (own_apart_) wait_and_sum();
-      sent_.push_back(send(Wire::Hop::first, tile_, tile_.owner));
+      sent_.push_back(send(Hop::first, tile_, tile_.owner));
     } else {
       if (own_apart_) wait_for_partials();
-      steps_->submit([this, piece = tile_.piece] { finish_piece(piece); });
+      operation_->submit([this, piece = tile_.piece] { finish_piece(piece); });
       if (tile_.piece + 1 < num_tiles_) return;
       for (auto& [tile, message] : results_)
-        steps_->submit([this, tile = tile, message = std::move(message)]() mutable {
+        operation_->submit([this, tile = tile, message = std::move(message)]() mutable {
           message.wait();
           const at::Tensor place = wire_place(rank_, tile);
           tsan::write(place.data_ptr(), place.nbytes());
@@ -322,13 +321,13 @@ class FusedReduce final : public ReduceStream {
     }
   }
 
-  Message send(Wire::Hop hop, const Tile& tile, int peer) {
+  Message send(Hop hop, const Tile& tile, int peer) {
     const at::Tensor out = wire_place(rank_, tile);
     if (!partials_are_results()) {
       const trace::Span span(trace::Kind::copy, "publish");
       at::Tensor(out).copy_(first_place(rank_, tile));
     }
-    return group_.wire()->send(*operation_, hop, out, peer);
+    return operation_->send(hop, out, peer);
   }
 
   /// Step: the own rows of a piece, once the other hosts' sums are there.
@@ -350,7 +349,7 @@ class FusedReduce final : public ReduceStream {
     tsan::write(sum.data_ptr(), sum.nbytes());
     if (shape_.all_reduce)
       for (int step = 1; step < hosts_.count(); ++step)
-        sent_on_.push_back(send(Wire::Hop::second, tile,
+        sent_on_.push_back(send(Hop::second, tile,
                                 hosts_.proxy(rank_, (hosts_.of(rank_) + step) % hosts_.count())));
     lease_.publish_result(piece + 1);
   }
@@ -413,7 +412,6 @@ class FusedReduce final : public ReduceStream {
   const int num_tiles_;         // of each owner's rows
   const int num_others_;        // places for partials, without the first one
   const std::int64_t result_rows_;
-  std::optional<Wire::Operation> operation_;  // between hosts
   SharedMemory::Lease lease_;
   std::vector<Tile> order_;
   std::size_t num_given_ = 0;
@@ -427,7 +425,7 @@ class FusedReduce final : public ReduceStream {
   std::vector<Arriving> results_;               // of guests
   std::vector<Message> sent_, sent_on_;         // by this thread, by steps
   at::Tensor result_;
-  std::optional<Wire::Steps> steps_;
+  std::optional<Wire::Operation> operation_;  // between hosts
 };
 
 }  // namespace

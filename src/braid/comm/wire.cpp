@@ -30,11 +30,6 @@ std::uint32_t hash_of(const Header& header) {
       0x1ffff);
 }
 
-int tag_of(const Wire::Operation& operation, Wire::Hop hop) {
-  return operation.sequence << 19 | static_cast<int>(hop) << 17 |
-         static_cast<int>(hop == Wire::Hop::header ? 0 : operation.hash);
-}
-
 }  // namespace
 
 void Message::wait() {
@@ -50,69 +45,78 @@ Wire::~Wire() {
   if (thread_.joinable()) thread_.join();
 }
 
-Wire::Operation Wire::start(const char* name, const Header& header) {
+Wire::Operation::Operation(Wire& wire, const char* name, const Header& header)
+    : wire_(wire), name_(name), hash_(hash_of(header)) {
   constexpr int kSequences = 1 << 12;
-  const Operation operation{name, sequence_ = (sequence_ + 1) % kSequences, hash_of(header)};
-  if (!agreed_.insert(operation.hash).second) return operation;
-  const Hosts& hosts = group_.hosts();
-  const int rank = group_.rank();
-  struct Compared {
-    std::vector<int> ranks;
-    std::vector<at::Tensor> headers;
-    std::vector<Message> messages;
-  };
-  auto compared = std::make_shared<Compared>();
+  sequence_ = wire.sequence_ = (wire.sequence_ + 1) % kSequences;
+  if (wire.agreed_.insert(hash_).second) compare(header);
+}
+
+Wire::Operation::~Operation() {
+  std::unique_lock lock(wire_.mutex_);
+  if (*left_ > 0 && !wire_.group_.memory()->is_usable()) wire_.give_up(lock);
+  wire_.changed_.wait(lock, [this] { return *left_ == 0; });
+}
+
+void Wire::Operation::compare(const Header& header) {
+  const Hosts& hosts = wire_.group_.hosts();
+  const int rank = wire_.group_.rank();
   std::vector<int> ranks = hosts.guests(rank);
   ranks.insert(std::lower_bound(ranks.begin(), ranks.end(), rank), rank);
+  std::vector<at::Tensor> headers;
+  std::vector<Message> messages;
   for (const int peer : ranks) {
-    compared->headers.push_back(bytes_of(header));
-    if (peer != rank)
-      compared->messages.push_back(
-          receive(operation, Hop::header, compared->headers.back(), peer));
+    headers.push_back(bytes_of(header));
+    if (peer != rank) messages.push_back(receive(Hop::header, headers.back(), peer));
   }
   for (int host = 0; host < hosts.count(); ++host)
     if (host != hosts.of(rank))
-      compared->messages.push_back(
-          send(operation, Hop::header, bytes_of(header), hosts.proxy(rank, host)));
-  compared->ranks = std::move(ranks);
-  const auto compare = [this, operation, compared] {
-    for (Message& message : compared->messages) message.wait();
-    std::vector<Header> headers;
-    for (const at::Tensor& bytes : compared->headers)
-      std::memcpy(&headers.emplace_back(), bytes.const_data_ptr(), sizeof(Header));
-    const std::string text = disagreement(group_.name(), compared->ranks, headers);
-    if (!text.empty()) group_.fail_disagreed(operation.name, text);
-  };
-  submit({compare, std::make_shared<int>(0)});
-  return operation;
+      messages.push_back(send(Hop::header, bytes_of(header), hosts.proxy(rank, host)));
+  submit([this, ranks, headers, messages]() mutable {
+    for (Message& message : messages) message.wait();
+    std::vector<Header> all;
+    for (const at::Tensor& bytes : headers)
+      std::memcpy(&all.emplace_back(), bytes.const_data_ptr(), sizeof(Header));
+    const std::string text = disagreement(wire_.group_.name(), ranks, all);
+    if (!text.empty()) wire_.group_.fail_disagreed(name_, text);
+  });
+}
+
+int Wire::Operation::tag(Hop hop) const {
+  return sequence_ << 19 | static_cast<int>(hop) << 17 |
+         static_cast<int>(hop == Hop::header ? 0 : hash_);
 }
 
 template <class Post>
-Message Wire::post(const Operation& operation, const at::Tensor& x, int peer, Post&& start) {
+Message Wire::Operation::post(const at::Tensor& x, int peer, Post&& start) {
   Message message;
   if (x.numel() == 0) return message;
-  message.wire_ = this;
+  message.wire_ = &wire_;
   message.tensor_ = x;
   message.peer_ = peer;
-  message.op_ = operation.name;
+  message.op_ = name_;
   std::vector<at::Tensor> tensors{x};
-  group_.naming(operation.name, peer, [&] {
-    const std::lock_guard lock(post_mutex_);
-    message.work_ = start(group_.backend(), tensors);
+  wire_.group_.naming(name_, peer, [&] {
+    const std::lock_guard lock(wire_.post_mutex_);
+    message.work_ = start(wire_.group_.backend(), tensors);
   });
   return message;
 }
 
-Message Wire::send(const Operation& operation, Hop hop, const at::Tensor& x, int peer) {
-  return post(operation, x, peer, [&](c10d::Backend& backend, auto& tensors) {
-    return backend.send(tensors, peer, tag_of(operation, hop));
+Message Wire::Operation::send(Hop hop, const at::Tensor& x, int peer) {
+  return post(x, peer, [&](c10d::Backend& backend, auto& tensors) {
+    return backend.send(tensors, peer, tag(hop));
   });
 }
 
-Message Wire::receive(const Operation& operation, Hop hop, const at::Tensor& x, int peer) {
-  return post(operation, x, peer, [&](c10d::Backend& backend, auto& tensors) {
-    return backend.recv(tensors, peer, tag_of(operation, hop));
+Message Wire::Operation::receive(Hop hop, const at::Tensor& x, int peer) {
+  return post(x, peer, [&](c10d::Backend& backend, auto& tensors) {
+    return backend.recv(tensors, peer, tag(hop));
   });
+}
+
+void Wire::Operation::submit(std::function<void()> step) {
+  wire_.submit({std::move(step), left_});
 }
 
 void Wire::wait(Message& message) {
@@ -134,14 +138,6 @@ void Wire::wait(Message& message) {
   }
   TORCH_CHECK(done, "the group is unusable");
   message.work_ = nullptr;
-}
-
-void Wire::Steps::submit(std::function<void()> step) { wire_.submit({std::move(step), left_}); }
-
-Wire::Steps::~Steps() {
-  std::unique_lock lock(wire_.mutex_);
-  if (*left_ > 0 && !wire_.group_.memory()->is_usable()) wire_.give_up(lock);
-  wire_.changed_.wait(lock, [this] { return *left_ == 0; });
 }
 
 void Wire::submit(Step step) {

@@ -59,39 +59,7 @@ class Wire {
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
 
-  enum class Hop : std::uint8_t { header, first, second };
-  /// What the messages of an operation have in common.
-  struct Operation {
-    const char* name;
-    int sequence;
-    std::uint32_t hash;
-  };
-
-  /// Numbers an operation; compares headers with guests and proxies (comm/hosts.h) when it has this one
-  /// for the first time, as its first step. Order: collective.
-  ///   name   as the header's, a string literal
-  Operation start(const char* name, const Header& header);
-
-  /// Messages of one hop from one rank to another arrive in the order in which they are sent. Post receives first.
-  Message send(const Operation& operation, Hop hop, const at::Tensor& x, int peer);
-  Message receive(const Operation& operation, Hop hop, const at::Tensor& x, int peer);
-
-  /// The steps of one operation. None runs any more when it is destroyed.
-  class Steps {
-   public:
-    explicit Steps(Wire& wire) : wire_(wire) {}
-    /// Waits for them; drops them when the group is unusable.
-    ~Steps();
-    Steps(const Steps&) = delete;
-    Steps& operator=(const Steps&) = delete;
-    /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later
-    /// ones are dropped.
-    void submit(std::function<void()> step);
-
-   private:
-    Wire& wire_;
-    std::shared_ptr<int> left_ = std::make_shared<int>(0);
-  };
+  class Operation;
 
  private:
   friend class Message;
@@ -102,8 +70,6 @@ class Wire {
   void submit(Step step);
   /// Takes no more steps, and ends the one that waits.
   void give_up(std::unique_lock<std::mutex>& lock);
-  template <class Post>
-  Message post(const Operation& operation, const at::Tensor& x, int peer, Post&& start);
   void run();
   void wait(Message& message);
 
@@ -117,6 +83,39 @@ class Wire {
   c10::intrusive_ptr<c10d::Work> awaited_;  // by the thread
   bool ends_ = false, given_up_ = false;
   std::thread thread_;
+};
+
+enum class Hop : std::uint8_t { header, first, second };
+
+/// One operation's messages and steps. Made in the same order on all ranks; compares headers with guests and
+/// proxies (comm/hosts.h), as its first step, when the group has this one for the first time.
+class Wire::Operation {
+ public:
+  ///   name   the header's, a string literal
+  Operation(Wire& wire, const char* name, const Header& header);
+  /// Waits for the steps; drops them when the group is unusable.
+  ~Operation();
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  /// Messages of one hop from one rank to another arrive in the order in which they are sent. Post receives first.
+  Message send(Hop hop, const at::Tensor& x, int peer);
+  Message receive(Hop hop, const at::Tensor& x, int peer);
+  /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later ones
+  /// are dropped.
+  void submit(std::function<void()> step);
+
+ private:
+  void compare(const Header& header);
+  int tag(Hop hop) const;
+  template <class Post>
+  Message post(const at::Tensor& x, int peer, Post&& start);
+
+  Wire& wire_;
+  const char* name_;
+  int sequence_;
+  std::uint32_t hash_;
+  std::shared_ptr<int> left_ = std::make_shared<int>(0);  // steps
 };
 
 }  // namespace braid
