@@ -86,7 +86,6 @@ Group::Group() {
 Group::~Group() = default;
 
 void Group::naming(const char* op, int peer, const std::function<void()>& f) const {
-  check_usable();
   const auto since = std::chrono::steady_clock::now();
   try {
     f();
@@ -125,6 +124,7 @@ void Group::fail(int lost, const char* op, std::exception_ptr error) const {
       memory_->fail_from_outside(lost, op, error_);
     }
   }
+  if (!wire_->is_progress_thread()) memory_->check_usable();
   std::rethrow_exception(error_);
 }
 
@@ -162,11 +162,6 @@ int Group::find_lost(int peer) const {
   (void)is_done.wait_for(kLimit + kPause);
   const std::lock_guard lock(found->mutex);
   return found->lost;
-}
-
-void Group::check_usable() const {
-  const std::lock_guard lock(mutex_);
-  if (error_ != nullptr) std::rethrow_exception(error_);
 }
 
 c10d::Backend& Group::backend() const {

@@ -69,7 +69,7 @@ class Group {
   /// neighbours don't blame each other. Errors: DistBackendError, now and in further calls, and of
   /// whoever waits in the group's memory.
   void naming(const char* op, int peer, const std::function<void()>& f) const;
-  /// Another host's rank has another header. Errors: ValueError, now and in further calls.
+  /// Another host's rank has another header. Errors: ValueError now, DistBackendError in further calls.
   [[noreturn]] void fail_disagreed(const char* op, const std::string& text) const;
   /// The longest wait for a message: longer than one in memory, so that who waits for this host's ranks says why.
   std::chrono::milliseconds wire_timeout() const { return timeout() + std::chrono::seconds(1); }
@@ -79,7 +79,6 @@ class Group {
   [[noreturn]] void fail(int lost, const char* op, std::exception_ptr error) const;
   /// Tells the run that this rank lost `peer`, and finds out whom that one has lost. Takes a second at most.
   int find_lost(int peer) const;
-  void check_usable() const;
   std::uint64_t id_;
   int rank_ = 0, size_ = 1;
   std::string name_;

@@ -33,6 +33,14 @@ constexpr std::uint64_t released(std::int64_t sequence) {
   return static_cast<std::uint64_t>(sequence) << 16;
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  }
+}
+
 constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
   return (n + unit - 1) / unit * unit;
 }
@@ -166,7 +174,11 @@ SharedMemory::Control& SharedMemory::control(int index) const {
 }
 
 void SharedMemory::check_usable() const {
-  if (has_failed_outside_.load(std::memory_order_acquire)) std::rethrow_exception(failed_outside_);
+  if (has_failed_outside_.load(std::memory_order_acquire)) {
+    if (!is_told_.exchange(true)) std::rethrow_exception(failed_outside_);
+    C10_THROW_ERROR(DistBackendError,
+                    fmt::format("group {} is unusable since: {}", group_, text_of(failed_outside_)));
+  }
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
                    " is unusable since: ", failure_);
 }

@@ -105,6 +105,8 @@ class SharedMemory {
   /// Makes the memory refuse further calls, and whoever waits in it throw `error`: for a loss that is
   /// seen elsewhere. The host's other ranks learn that `rank` was lost in `op`. Once, from any thread.
   void fail_from_outside(int rank, const char* op, std::exception_ptr error);
+  /// Errors: the error of fail_from_outside(), DistBackendError when the memory refuses calls otherwise.
+  void check_usable() const;
   bool is_usable() const {
     return failure_.empty() && !has_failed_outside_.load(std::memory_order_acquire);
   }
@@ -148,7 +150,6 @@ class SharedMemory {
   void tell(const Loss& loss) const;
   /// Tells all, and makes this group refuse further calls.
   [[noreturn]] void fail(const Loss& loss, const std::string& text);
-  void check_usable() const;
   [[noreturn]] void throw_disagreement() const;
   /// Errors: as throw_disagreement() when a disagreement has ended operation `sequence`.
   void check_not_ended(std::int64_t sequence) const;
@@ -190,6 +191,7 @@ class SharedMemory {
   std::function<int(int)> follow_;
   std::exception_ptr failed_outside_;  // set before has_failed_outside_
   std::atomic<bool> has_failed_outside_{false};
+  mutable std::atomic<bool> is_told_{false};  // that error was thrown as it is
   std::string disagreement_;  // the last one
   bool is_refusal_ = false;   // of a rank without memory
   std::int64_t ended_ = 0;    // operations up to here are over since then

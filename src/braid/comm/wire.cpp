@@ -90,6 +90,7 @@ int Wire::Operation::tag(Hop hop) const {
 template <class Post>
 Message Wire::Operation::post(const at::Tensor& x, int peer, Post&& start) {
   Message message;
+  if (!wire_.is_progress_thread()) wire_.group_.memory()->check_usable();
   if (x.numel() == 0) return message;
   message.wire_ = &wire_;
   message.tensor_ = x;
@@ -122,7 +123,7 @@ void Wire::Operation::submit(std::function<void()> step) {
 void Wire::wait(Message& message) {
   bool done = false;
   const auto wait = [&] { done = message.work_->wait(group_.wire_timeout()); };
-  if (std::this_thread::get_id() != thread_.get_id()) {
+  if (!is_progress_thread()) {
     const trace::Span span(trace::Kind::wait, "wait");
     group_.naming(message.op_, message.peer_, wait);
   } else {

@@ -60,6 +60,7 @@ class Wire {
   Wire& operator=(const Wire&) = delete;
 
   class Operation;
+  bool is_progress_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
  private:
   friend class Message;
