@@ -51,7 +51,8 @@ class SlotReads {
 
  private:
   void tell() const {
-    for (const at::Tensor& slot : slots_) tsan::read(slot.data_ptr(), slot.nbytes());
+    for (const at::Tensor& slot : slots_)
+      if (slot.is_contiguous()) tsan::read(slot.data_ptr(), slot.nbytes());  // else: a bias
   }
   std::vector<at::Tensor> slots_;
 #else
