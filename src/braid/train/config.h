@@ -2,6 +2,7 @@
 // the JSON of checkpoints.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json_fwd.hpp>
@@ -41,6 +42,7 @@ struct TrainConfig {
   std::int64_t nproc = 0;
   std::int64_t tensor_model_parallel_size = 1;
   bool sequence_parallel = false;
+  double distributed_timeout_seconds = 0;
   // computation and communication in one pipeline
   bool use_coc = false;
   std::int64_t coc_parallel_num = 0;
@@ -167,6 +169,9 @@ double num_matmul_weights(const TrainConfig& config);
 
 /// Checks, without writing, that a file of choices can be there. Errors: ValueError naming --tuner-file.
 void check_tuner_file(const std::string& path);
+
+/// The longest wait for another rank that the settings ask for.
+std::chrono::milliseconds timeout_of(const TrainConfig& config);
 
 /// The metrics file in the output folder.
 std::string metrics_path(const TrainConfig& config);

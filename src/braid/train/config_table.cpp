@@ -110,6 +110,12 @@ std::vector<FlagGroup> make_table() {
             .field = &C::sequence_parallel,
             .meaning = "between matmuls each TP rank holds its part of the sequence: all-gather "
                        "and reduce-scatter instead of all-reduce"},
+           {.name = "distributed-timeout-seconds",
+            .field = &C::distributed_timeout_seconds,
+            .value = "X",
+            .meaning = "longest wait for another rank, at the start and in any operation",
+            .unset = "BRAID_TIMEOUT_S, else 60",
+            .range = {0.001, 1e6}},
        }},
       {"Communication in one pipeline with matmuls (CoC)",
        {
