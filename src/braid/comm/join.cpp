@@ -53,7 +53,7 @@ const std::string& name_of_process() {
 }
 
 std::string text_of_run(const Place& place) {
-  return fmt::format("{}, {} ranks", place.run, place.world_size);
+  return fmt::format("{}{}{} ranks", place.run, place.run.empty() ? "" : ", ", place.world_size);
 }
 
 /// Errors: DistBackendError unless the store is this run's and no other process is this rank there.
