@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -104,7 +105,7 @@ TEST(ConnectStore, RefusesARankThatIsThere) {
   const auto stranger = open_store("127.0.0.1", port, std::chrono::steady_clock::now() + 5000ms);
   stranger->set("braid/rank/1", "pid 5 on elsewhere");
   EXPECT_THAT(connect_error(local_place(1, port)),
-              testing::AllOf(HasSubstr("belongs to another run, or RANK is given twice"),
+              testing::AllOf(HasSubstr("belongs to another run, or to a program that ran before, or RANK is given twice"),
                              HasSubstr("rank 1 is pid 5 on elsewhere there, pid ")));
   EXPECT_THAT(connect_error(local_place(0, port)),
               HasSubstr("there is another run's store: test, 2 ranks"));
@@ -194,6 +195,22 @@ TEST(CheckSame, TheOthersHearWhatRankZeroFinds) {
   rank(0);
   other.join();
   EXPECT_THAT(errors, testing::Each("a of rank 0 is 0, of rank 1 1"));
+}
+
+TEST(CheckSame, RankZeroStaysUntilItIsHeard) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<bool> left{false};
+  std::thread rank([&] {
+    EXPECT_THROW(check_same(local_place(0, 4711), *store, "topic", {{"a", 0}}, 5000ms),
+                 c10::ValueError);
+    left = true;
+  });
+  store->set("braid/topic/1", "{\"a\": 1}");
+  store->wait({"braid/topic/verdict"});
+  std::this_thread::sleep_for(300ms);
+  EXPECT_FALSE(left);
+  store->add("braid/topic/heard", 1);
+  rank.join();
 }
 
 TEST(JoinRun, KnowsOtherCode) {

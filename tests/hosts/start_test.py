@@ -49,7 +49,7 @@ def main(braid):
         torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
         again = (f"{torchrun} --max-restarts 1 --nnodes 2 --nproc-per-node 1 --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
                  f"--master-port $MASTER_PORT --no-python bash -c "
-                 f"'{folder.train('torchrun', TP2)}; [ $TORCHELASTIC_RESTART_COUNT = 1 ]'")
+                 f"'{folder.train('torchrun', TP2)} && [ $TORCHELASTIC_RESTART_COUNT = 1 ]'")
         check(folder, "torchrun", "tp2", again)
         # Slurm: the first host's name stands for loopback there, as on Debian.
         for host in (0, 1):
