@@ -1,13 +1,12 @@
 // The library alone: every rank holds rows of x and columns of the product; gathering x is woven into the matmul.
-#include <braid/comm/place.h>
+#include <braid/comm/join.h>
 #include <braid/ops/collective_matmul.h>
 
 #include <cstdio>
 
 int main() {
   const braid::Place place = braid::place_from_environment();
-  const auto store = braid::connect_store(place, braid::env().timeout);
-  braid::share_cores(place, *store);
+  const auto store = braid::join_run(place, braid::env().timeout);
   const auto group = braid::Group::create(store, "tp", place.rank, place.world_size);
 
   at::manual_seed(1);  // the same whole tensors on every rank, each of which takes its part

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what braid needs on Debian 12: packages with apt (as root or with sudo), PyTorch in the private .venv.
-# Usage: tools/setup.sh [test]     test: also what the whole-model tests compare with, and a model checker
+# Usage: tools/setup.sh [test]     test: also what the whole-model tests compare with, a model checker, and network namespaces
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,7 +8,7 @@ packages=(g++ cmake ninja-build python3-venv clang-format libcli11-dev nlohmann-
   libgtest-dev libgmock-dev libgloo-dev)
 requirements=requirements.txt
 if [ "${1:-}" = test ]; then
-  packages+=(spin)
+  packages+=(spin iproute2)
   requirements=requirements-test.txt
 fi
 

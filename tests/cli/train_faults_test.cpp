@@ -123,7 +123,9 @@ TEST_F(TrainFaults, RanksEndWithTheirLauncher) {
 }
 
 TEST_F(TrainFaults, FrozenRankIsNamed) {
-  Program program = start(kFused, "3");
+  Words words = kFused;
+  words.insert(words.end(), {"--distributed-timeout-seconds", "3"});
+  Program program = start(words);
   const auto ranks = program.ranks(2);
   wait_for_iterations(2, program);
   ::kill(ranks[1], SIGSTOP);

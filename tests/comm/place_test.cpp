@@ -1,21 +1,15 @@
-// A rank's place from each launcher's variables, the store where ranks meet, the division of cores.
+// A rank's place from each launcher's variables.
 #include "braid/comm/place.h"
 
-#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sched.h>
 
-#include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
-#include "braid/comm/spawn.h"
+#include "braid/core/check.h"
 #include "tests/support/environment.h"
 
 namespace braid {
 namespace {
 
-using std::chrono_literals::operator""ms;
 using testing::HasSubstr;
 using Values = std::map<std::string, std::string>;
 
@@ -31,6 +25,7 @@ Place place_under(const Values& values) {
                            "BRAID_LAUNCHED",
                            "TORCHELASTIC_USE_AGENT_STORE",
                            "TORCHELASTIC_RUN_ID",
+                           "TORCHELASTIC_RESTART_COUNT",
                            "SLURM_PROCID",
                            "SLURM_STEP_NUM_TASKS",
                            "SLURM_LOCALID",
@@ -105,8 +100,14 @@ TEST(Place, Torchrun) {
   EXPECT_EQ(place.master_port, 29501);
   EXPECT_EQ(place.source, "torchrun");
   EXPECT_FALSE(place.store_hosted);
-  EXPECT_TRUE(
-      place_under(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"}})).store_hosted);
+  EXPECT_FALSE(place.on_one_host());
+  EXPECT_EQ(place.attempt, 0);
+  const Place again = place_under(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                                   {"TORCHELASTIC_RESTART_COUNT", "2"},
+                                                   {"LOCAL_WORLD_SIZE", "8"}}));
+  EXPECT_TRUE(again.store_hosted);
+  EXPECT_TRUE(again.on_one_host());
+  EXPECT_EQ(again.attempt, 2);
 }
 
 TEST(Place, TorchrunOfOneRankIsNotNone) {
@@ -187,133 +188,6 @@ TEST(Place, NamesBothValuesOfAContradiction) {
               HasSubstr("MASTER_PORT is 70000"));
   EXPECT_THAT(error_under(with(kSlurm, {{"SLURM_NODEID", "4"}})),
               HasSubstr("'2(x3),1': no host 4"));
-}
-
-/// Rank `rank` of two on this host, whose store is at `port`.
-Place local_place(int rank, int port) {
-  Place place;
-  place.rank = place.local_rank = rank;
-  place.world_size = place.local_world_size = 2;
-  place.master_addr = "127.0.0.1";
-  place.master_port = port;
-  place.run = "test";
-  return place;
-}
-
-/// A port that was free a moment ago.
-int free_port() { return HostedStore().port(); }
-
-std::string connect_error(const Place& place) {
-  try {
-    connect_store(place, 300ms);
-  } catch (const c10::DistBackendError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
-TEST(ConnectStore, RankZeroHostsIt) {
-  const int port = free_port();
-  const auto host = connect_store(local_place(0, port), 5000ms);
-  const auto guest = connect_store(local_place(1, port), 5000ms);
-  guest->set("key", "from rank 1");
-  EXPECT_EQ(host->get_to_str("key"), "from rank 1");
-}
-
-TEST(ConnectStore, SingleRankNeedsNone) {
-  const auto store = connect_store(Place{}, 100ms);
-  store->set("key", "1");
-  EXPECT_EQ(store->get_to_str("key"), "1");
-}
-
-TEST(ConnectStore, NamesAnUnreachableStore) {
-  const int port = free_port();
-  EXPECT_THAT(connect_error(local_place(1, port)),
-              HasSubstr("127.0.0.1:" + std::to_string(port) + " (rank 1) can't be reached"));
-}
-
-TEST(ConnectStore, RefusesAnotherRunsStore) {
-  const int port = free_port();
-  const auto host = connect_store(local_place(0, port), 5000ms);
-  Place stranger = local_place(1, port);
-  stranger.run = "other";
-  EXPECT_THAT(connect_error(stranger),
-              HasSubstr("belongs to another run: test, 2 ranks there, other, 2 ranks here"));
-  EXPECT_THAT(connect_error(local_place(0, port)), HasSubstr("can't be hosted"));
-}
-
-std::vector<int> cores_of_this_thread() {
-  cpu_set_t set;
-  std::vector<int> cores;
-  EXPECT_EQ(sched_getaffinity(0, sizeof set, &set), 0);
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &set)) cores.push_back(core);
-  }
-  return cores;
-}
-
-struct Share {
-  std::vector<int> cores;
-  int threads = 0;
-};
-
-/// What share_cores gives each of `num_ranks` threads; `before` may bind a thread first.
-std::vector<Share> shares(int num_ranks, const std::function<void(int rank)>& before = {}) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<Share> result(static_cast<std::size_t>(num_ranks));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      if (before) before(rank);
-      Place place;
-      place.rank = rank;
-      place.world_size = num_ranks;
-      share_cores(place, *store);
-      result[static_cast<std::size_t>(rank)] = {cores_of_this_thread(), at::get_num_threads()};
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return result;
-}
-
-void bind_to(int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  EXPECT_EQ(sched_setaffinity(0, sizeof set, &set), 0);
-}
-
-TEST(ShareCores, RanksThatShareAMaskDivideIt) {
-  const auto all = cores_of_this_thread();
-  for (int num_ranks : {1, 2, 3}) {
-    std::vector<int> together;
-    for (const Share& share : shares(num_ranks)) {
-      EXPECT_FALSE(share.cores.empty());
-      EXPECT_EQ(share.threads, static_cast<int>(share.cores.size()));
-      together.insert(together.end(), share.cores.begin(), share.cores.end());
-    }
-    if (static_cast<int>(all.size()) >= num_ranks) {
-      EXPECT_THAT(together, testing::UnorderedElementsAreArray(all)) << num_ranks << " ranks";
-    } else {
-      EXPECT_THAT(all, testing::IsSupersetOf(std::set<int>(together.begin(), together.end())));
-    }
-  }
-}
-
-TEST(ShareCores, RanksBoundByTheirLauncherKeepTheirCores) {
-  const auto all = cores_of_this_thread();
-  if (all.size() < 2) GTEST_SKIP() << "one core";
-  const auto bound = shares(2, [&](int rank) { bind_to(all[static_cast<std::size_t>(rank)]); });
-  EXPECT_THAT(bound[0].cores, testing::ElementsAre(all[0]));
-  EXPECT_THAT(bound[1].cores, testing::ElementsAre(all[1]));
-}
-
-TEST(ShareCores, MoreRanksThanCoresHaveOneEach) {
-  const auto all = cores_of_this_thread();
-  for (const Share& share : shares(2, [&](int) { bind_to(all[0]); })) {
-    EXPECT_THAT(share.cores, testing::ElementsAre(all[0]));
-    EXPECT_EQ(share.threads, 1);
-  }
 }
 
 }  // namespace

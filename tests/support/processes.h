@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "braid/comm/place.h"
+#include "braid/comm/join.h"
 #include "braid/comm/spawn.h"
 #include "braid/core/env.h"
 
@@ -47,7 +47,7 @@ class Processes {
     const auto& test = *testing::UnitTest::GetInstance()->current_test_info();
     HostedStore hosted;
     for (int rank = 0; rank < num_ranks; ++rank) {
-      auto environment = environment_of_rank(rank, num_ranks, hosted.port());
+      auto environment = environment_of_rank(place_on_this_host(rank, num_ranks, hosted.port()));
       std::erase_if(environment,
                     [](const auto& entry) { return entry.first.starts_with("GTEST_"); });
       environment.emplace(kMarker, "1");

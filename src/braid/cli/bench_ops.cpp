@@ -11,6 +11,7 @@
 #include "braid/cli/bench.h"
 #include "braid/cli/output.h"
 #include "braid/comm/collectives.h"
+#include "braid/comm/join.h"
 #include "braid/comm/shared_memory.h"
 #include "braid/comm/timing.h"
 #include "braid/core/check.h"
@@ -254,8 +255,11 @@ std::vector<OpCase> standing_sweep() {
 }
 
 void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Place& place) {
-  const auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
+  const auto store = join_run(place, env().timeout);
+  nlohmann::json asked{{"--rounds", rounds}};
+  for (const OpCase& c : cases)
+    asked["the operations"].push_back({c.op, c.m, c.n, c.k, c10::toString(c.dtype)});
+  check_same(place, *store, "bench", asked, env().timeout);
   const int ranks = place.world_size;
   const auto group = Group::create(store, "tp", place.rank, ranks);
   GroupOptions engine;

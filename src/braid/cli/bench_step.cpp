@@ -9,6 +9,7 @@
 #include "braid/cli/bench.h"
 #include "braid/cli/output.h"
 #include "braid/comm/collectives.h"
+#include "braid/train/run.h"
 #include "braid/train/trainer.h"
 
 namespace braid::cli {
@@ -44,16 +45,14 @@ Trainer::BatchSource random_batches(const TrainConfig& config, int dp_rank) {
 }
 
 void bench_step(const TrainConfig& config, const Place& place, bool json) {
-  const auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
-  const int tp = static_cast<int>(config.tensor_model_parallel_size);
-  const Mesh mesh = make_mesh(store, place.rank, place.world_size, tp);
+  const Mesh mesh = start_training(config, place);
+  const int tp = mesh.tp->size();
   // The same shards without their communication: what is left of a step when every transfer is free.
   Mesh alone{{}, Group::create_stub("tp", mesh.tp->rank(), tp), Group::create_stub("dp", 0, 1)};
   // The same ranks over the process group's own collectives.
   GroupOptions engine_options;
   engine_options.engine_collectives = true;
-  const Mesh engine = make_mesh(c10::make_intrusive<c10d::PrefixStore>("gloo", store), place.rank,
+  const Mesh engine = make_mesh(c10::make_intrusive<c10d::PrefixStore>("gloo", mesh.store), place.rank,
                                 place.world_size, tp, engine_options);
   const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());
   Trainer trainer(config, mesh, batch);

@@ -10,6 +10,7 @@
 #include "braid/cli/numbers.h"
 #include "braid/cli/output.h"
 #include "braid/comm/group.h"
+#include "braid/comm/join.h"
 #include "braid/core/log.h"
 #include "braid/generate/request.h"
 #include "braid/ops/tuner.h"
@@ -78,9 +79,27 @@ std::string written(const Request& request, const Tokens& tokens) {
                           : fmt::format("{}", fmt::join(tokens, ","));
 }
 
+/// What must be the same on all ranks.
+nlohmann::json facts_of(const Request& request, const Flags& flags) {
+  const auto& options = request.options;
+  const nlohmann::json prompts = request.prompts;
+  nlohmann::json model, facts{{"--bf16", flags.bf16},
+                              {"--int8", flags.int8},
+                              {"--max-new-tokens", options.max_new_tokens},
+                              {"--temperature", options.sampling.temperature},
+                              {"--top-p", options.sampling.top_p},
+                              {"--seed", options.sampling.seed},
+                              {"--eos-token-id", options.eos_token_ids},
+                              {"--prompt", fmt::format("{} in number (hash {:08x})", prompts.size(),
+                                                       std::hash<nlohmann::json>{}(prompts))}};
+  to_json(model, request.model);
+  for (const auto& [name, value] : model.items()) facts["the model's " + name] = value;
+  return facts;
+}
+
 void run_generation(const Request& request, const Flags& flags, const Place& place) {
-  const auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
+  const auto store = join_run(place, env().timeout);
+  check_same(place, *store, "request", facts_of(request, flags), env().timeout);
   // Measuring costs more than one run saves, unless it is kept.
   tuner::allow_live(!flags.tuner_file.empty());
   TransformerOptions options;

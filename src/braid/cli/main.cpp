@@ -1,8 +1,10 @@
 // The program `braid`: reads the command line, runs the chosen subcommand, turns errors into one
 // line and an exit code.
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <sstream>
 #include <string>
 
@@ -30,10 +32,20 @@ int fail(std::string text, int code) {
   return code;
 }
 
+/// libtorch's own lines about the network would surround each error that is said in one; they can be asked for.
+void quieten_libtorch() {
+  constexpr int kFatal = 3;
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") != nullptr)
+    c10::initLogging();
+  else
+    FLAGS_caffe2_log_level = kFatal;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   braid::cli::occupy_standard_streams();
+  quieten_libtorch();
   braid::keep_memory();
   CLI::App app{"Tensor-parallel training with communication woven into its matmuls.", "braid"};
   app.set_version_flag("--version", "braid " BRAID_VERSION);

@@ -5,15 +5,13 @@
 #include "braid/core/check.h"
 #include "braid/ops/tuner.h"
 #include "braid/ops/tuner_file.h"
+#include "braid/train/run.h"
 
 namespace braid::cli {
 namespace {
 
 void tune(const TrainConfig& config, const Place& place) {
-  const auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
-  const Mesh mesh = make_mesh(store, place.rank, place.world_size,
-                              static_cast<int>(config.tensor_model_parallel_size));
+  const Mesh mesh = start_training(config, place);
   tuner::read_choices(*mesh.world, config.tuner_file);
   TrainConfig measured = config;
   measured.tuner_file.clear();  // the trainer would write it, too, and only warn where it can't

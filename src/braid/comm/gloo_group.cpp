@@ -2,11 +2,9 @@
 // is made or called here.
 #include "braid/comm/gloo_group.h"
 
-#include <net/if.h>
-
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "braid/core/env.h"
+#include "braid/comm/join.h"
 
 namespace braid {
 
@@ -14,14 +12,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d:
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout) {
   using c10d::ProcessGroupGloo;
-  const std::string& where = env().interface;
   auto options = ProcessGroupGloo::Options::create(timeout);
-  if (where.empty())
-    options->devices = {ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
-  else if (if_nametoindex(where.c_str()) != 0)
-    options->devices = {ProcessGroupGloo::createDeviceForInterface(where)};
-  else
-    options->devices = {ProcessGroupGloo::createDeviceForHostname(where)};
+  options->devices = {ProcessGroupGloo::createDeviceForHostname(
+      listening_address(place_from_environment(), store))};
   options->threads = 2;
   return c10::make_intrusive<ProcessGroupGloo>(store, rank, size, options);
 }

@@ -9,8 +9,8 @@
 
 namespace braid {
 
-/// Connects the ranks over TCP. Collective. Listens on BRAID_INTERFACE (a name or an address), else
-/// on loopback. Errors: DistBackendError when a peer does not come within the time-out.
+/// Connects the ranks over TCP. Collective. Listens on listening_address() of the environment's place.
+/// Errors: DistBackendError when a peer does not come within the time-out, or listening_address()'s.
 c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout);

@@ -1,19 +1,23 @@
-// Starts ranks on this host, watches them and ends them together.
+// Starts ranks on this host, watches them and ends them together, with those of other hosts.
 #include "braid/comm/launch.h"
 
-#include <fmt/format.h>
+#include <poll.h>
 #include <sys/resource.h>
+#include <sys/signalfd.h>
 #include <sys/wait.h>
 
 #include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <utility>
 
+#include "braid/comm/join.h"
 #include "braid/comm/spawn.h"
 #include "braid/core/check.h"
+#include "braid/core/env.h"
 #include "braid/core/log.h"
 
 namespace braid {
@@ -22,10 +26,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kGraceAfterLoss{500};
 constexpr std::chrono::milliseconds kGraceAfterInterrupt{5000};
-constexpr int kCallersError = 2;                          // a rank's exit code
-constexpr std::chrono::milliseconds kStoreTimeout{1000};  // of a report: the store is on this host
-
-std::string report_key(int rank) { return fmt::format("braid/report/{}", rank); }
+constexpr std::chrono::milliseconds kGraceOfOthers{
+    7000};  // for other hosts to tell how their ranks ended
+constexpr std::chrono::milliseconds kStoreTimeout{1000};  // of a report
 
 /// Blocks SIGCHLD and, unless they are ignored, SIGINT, SIGTERM and SIGTSTP, to take them one by one;
 /// restores all in the end.
@@ -43,6 +46,8 @@ class Signals {
       if (now.sa_handler != SIG_IGN) sigaddset(&set_, signal);
     }
     pthread_sigmask(SIG_BLOCK, &set_, &old_);
+    readable_ = Descriptor(::signalfd(-1, &set_, SFD_CLOEXEC));
+    TORCH_CHECK(readable_.get() >= 0, "signalfd: ", std::strerror(errno));
   }
   ~Signals() {
     const timespec none{};
@@ -55,38 +60,27 @@ class Signals {
 
   const sigset_t& mask_before() const { return old_; }
 
-  /// The next signal, or one with number 0 at the deadline.
-  siginfo_t next(std::optional<Clock::time_point> deadline) const {
-    siginfo_t info{};
-    if (!deadline) {
-      if (sigwaitinfo(&set_, &info) < 0) info.si_signo = 0;
-      return info;
-    }
-    const auto left =
-        std::max(std::chrono::nanoseconds(*deadline - Clock::now()), std::chrono::nanoseconds(0));
-    const timespec wait{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
-    if (sigtimedwait(&set_, &info, &wait) < 0) info.si_signo = 0;
-    return info;
+  /// Waits for a signal, for a socket to be readable or for the deadline.
+  void wait(const std::vector<int>& sockets, std::optional<Clock::time_point> deadline) const {
+    std::vector<pollfd> entries{{readable_.get(), POLLIN, 0}};
+    for (const int socket : sockets) entries.push_back({socket, POLLIN, 0});
+    ::poll(entries.data(), entries.size(), deadline ? left_ms(*deadline) : -1);
+  }
+
+  /// The next signal that has come, or 0.
+  int next() const {
+    const timespec none{};
+    return std::max(sigtimedwait(&set_, nullptr, &none), 0);
   }
 
  private:
   sigset_t set_{}, old_{};
+  Descriptor readable_;  // while a signal is there
   struct sigaction child_action_ {};
 };
 
-struct Rank {
-  pid_t pid = 0;
+struct Rank : RankEnd {
   bool running = true;
-  int status = 0;       // as waitpid gives it
-  int ending_with = 0;  // the last signal that we sent
-  int exit_code() const { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
-  bool killed_by_us() const {
-    return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && ending_with == SIGKILL;
-  }
-  bool killed_by_others() const {
-    return WIFSIGNALED(status) && WTERMSIG(status) != ending_with &&
-           !(ending_with == SIGKILL && WTERMSIG(status) == SIGTERM);
-  }
 };
 
 constexpr int kMostRanks = 4096;  // on a host
@@ -105,7 +99,9 @@ void allow_open_files() {
 
 class Supervisor {
  public:
-  explicit Supervisor(int num_ranks) : ranks_(static_cast<std::size_t>(num_ranks)) {}
+  Supervisor(int num_ranks, int host) : ranks_(static_cast<std::size_t>(num_ranks)) {
+    for (auto& rank : ranks_) rank.host = host;
+  }
   /// No rank outlives it.
   ~Supervisor() {
     send_all(SIGKILL);
@@ -116,22 +112,41 @@ class Supervisor {
   Supervisor(const Supervisor&) = delete;
   Supervisor& operator=(const Supervisor&) = delete;
 
-  void start_all(const std::string& program, const std::vector<std::string>& arguments, int port) {
+  /// Starts rank i of this host as `place_of(i)`.
+  void start_all(const std::string& program, const std::vector<std::string>& arguments,
+                 const std::string& interface, const std::function<Place(int)>& place_of) {
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
-      auto environment =
-          environment_of_rank(static_cast<int>(i), static_cast<int>(ranks_.size()), port);
+      const Place place = place_of(static_cast<int>(i));
+      auto environment = environment_of_rank(place);
       environment.insert_or_assign("BRAID_LAUNCHED", program == kThisProgram ? "self" : "1");
+      if (!interface.empty()) environment.insert_or_assign("BRAID_INTERFACE", interface);
+      ranks_[i].rank = place.rank;
       ranks_[i].pid = spawn(program, arguments, environment, signals_.mask_before());
     }
   }
 
-  void watch() {
-    while (
-        std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; })) {
-      const siginfo_t info = signals_.next(deadline_);
-      if (info.si_signo == SIGINT || info.si_signo == SIGTERM) interrupt(info.si_signo);
-      if (info.si_signo == SIGTSTP) pause();
+  /// Until all ranks have ended, here and on the other hosts.
+  void watch(Launchers* others) {
+    bool reported = false;
+    while (runs() || (others != nullptr && !others->is_complete() && !gives_up())) {
+      signals_.wait(others != nullptr ? others->sockets() : std::vector<int>(),
+                    runs() ? deadline_ : others_deadline_);
+      while (const int signal = signals_.next()) {
+        if (signal == SIGINT || signal == SIGTERM) interrupt(signal);
+        if (signal == SIGTSTP) pause();
+      }
       reap();
+      if (others != nullptr) {
+        others->receive();
+        if (const auto signal = others->end(); signal && !is_ending()) {
+          if (*signal != 0)
+            interrupt(*signal);
+          else
+            lose();
+        }
+        if (is_ending()) others->end_others(interrupted_);
+        if (!runs() && !std::exchange(reported, true)) others->report(ended());
+      }
       if (deadline_ && Clock::now() >= *deadline_) {
         send_all(SIGKILL);
         deadline_.reset();
@@ -139,55 +154,37 @@ class Supervisor {
     }
   }
 
-  /// Says what went wrong, once; returns the launcher's exit code.
-  int conclude(c10d::Store& store) const {
-    const auto first = [&](auto is_cause) {
-      const auto i = std::find_if(ended_.begin(), ended_.end(),
-                                  [&](auto rank) { return is_cause(ranks_[rank]); });
-      return i == ended_.end() ? std::optional<std::size_t>() : *i;
-    };
-    const auto name = [&](std::size_t i) {
-      return fmt::format("rank {} (pid {})", i, ranks_[i].pid);
-    };
-    const auto lost = [](const Rank& rank) {
-      return rank.killed_by_others() && WTERMSIG(rank.status) != SIGPIPE;
-    };
-    if (!first(lost) && !ended_.empty() && ranks_[ended_[0]].killed_by_others())
-      return 128 + SIGPIPE;  // nobody reads its output any more: an end, and no error
-    if (const auto i = first(lost); i && interrupted_ == 0) {
-      say_reports(store);
-      const int signal = WTERMSIG(ranks_[*i].status);
-      say("{} was killed by signal {} ({}); the run has ended", name(*i), signal,
-          strsignal(signal));
-      return 1;
-    }
-    if (const auto i = first([](const Rank& rank) { return rank.exit_code() == kCallersError; })) {
-      if (const auto text = report_of(store, *i); !text.empty()) {
-        say("{}", text);
-      } else {
-        say("{} exited with code {}; the run has ended", name(*i), kCallersError);
-      }
-      return kCallersError;
-    }
-    if (const auto i = first([](const Rank& rank) { return rank.exit_code() > 0; })) {
-      say_reports(store);
-      for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-        if (ranks_[rank].killed_by_us() && report_of(store, rank).empty())
-          say("{} did not react (it was frozen, or hangs) and was killed", name(rank));
-      }
-      say("{} exited with code {}; the run has ended", name(*i), ranks_[*i].exit_code());
-      return ranks_[*i].exit_code();
-    }
-    const bool all_succeeded = std::all_of(ranks_.begin(), ranks_.end(),
-                                           [](const Rank& rank) { return rank.status == 0; });
-    return interrupted_ == 0 || all_succeeded ? 0 : 128 + interrupted_;
+  /// This host's ranks that have ended, in this order.
+  std::vector<RankEnd> ended() const {
+    std::vector<RankEnd> ends;
+    for (const std::size_t i : ended_) ends.push_back(ranks_[i]);
+    return ends;
   }
+  int interrupted() const { return interrupted_; }
 
  private:
+  bool runs() const {
+    return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; });
+  }
+  bool is_ending() const { return losing_ || interrupted_ != 0; }
+  bool gives_up() const { return others_deadline_ && Clock::now() >= *others_deadline_; }
+
+  /// A rank is lost.
+  void lose() {
+    losing_ = true;
+    send_all(SIGTERM);
+    deadline_ = Clock::now() + kGraceAfterLoss;
+    others_deadline_ = Clock::now() + kGraceOfOthers;
+  }
+
   void interrupt(int signal) {
-    if (std::exchange(interrupted_, signal) != 0) return send_all(SIGKILL);
+    if (std::exchange(interrupted_, signal) != 0) {
+      others_deadline_ = Clock::now();
+      return send_all(SIGKILL);
+    }
     send_all(signal);
     deadline_ = Clock::now() + kGraceAfterInterrupt;
+    others_deadline_ = Clock::now() + kGraceOfOthers;
   }
 
   /// Stops the ranks and this process; goes on when it is continued.
@@ -214,9 +211,7 @@ class Supervisor {
       waitpid(rank.pid, &rank.status, 0);
       rank.running = false;
       ended_.push_back(i);
-      if (rank.status == 0 || interrupted_ != 0 || std::exchange(losing_, true)) continue;
-      send_all(SIGTERM);
-      deadline_ = Clock::now() + kGraceAfterLoss;
+      if (rank.status != 0 && !is_ending()) lose();
     }
   }
 
@@ -228,50 +223,50 @@ class Supervisor {
     }
   }
 
-  template <class... Parts>
-  static void say(fmt::format_string<Parts...> text, Parts&&... parts) {
-    say_error(fmt::format(text, std::forward<Parts>(parts)...));
-  }
-
-  /// What the rank left with report_to_launcher; empty if nothing.
-  static std::string report_of(c10d::Store& store, std::size_t i) {
-    const auto key = report_key(static_cast<int>(i));
-    return store.check({key}) ? store.get_to_str(key) : std::string();
-  }
-
-  /// Says each text that a rank left, once.
-  void say_reports(c10d::Store& store) const {
-    std::vector<std::string> said{""};
-    for (std::size_t i : ended_) {
-      const auto text = report_of(store, i);
-      if (std::find(said.begin(), said.end(), text) != said.end()) continue;
-      said.push_back(text);
-      say("rank {}: {}", i, text);
-    }
-  }
-
   Signals signals_;
   std::vector<Rank> ranks_;
-  std::vector<std::size_t> ended_;  // in this order
-  std::optional<Clock::time_point> deadline_;
-  int interrupted_ = 0;  // the first signal that was passed on
+  std::vector<std::size_t> ended_;                    // in this order
+  std::optional<Clock::time_point> deadline_;         // of the ranks that are to end
+  std::optional<Clock::time_point> others_deadline_;  // of the other hosts
+  int interrupted_ = 0;                               // the first signal that was passed on
   bool losing_ = false;
 };
 
 }  // namespace
 
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
-                 const std::string& program) {
+                 const std::string& program, const Nodes& hosts) {
   BRAID_CHECK(num_ranks >= 1 && num_ranks <= kMostRanks, "the number of ranks is ", num_ranks,
               ", expected 1 to ", kMostRanks);
   allow_open_files();
   std::fflush(nullptr);
-  Supervisor supervisor(num_ranks);
-  HostedStore hosted;
-  supervisor.start_all(program, arguments, hosted.port());
-  const auto store = hosted.start();  // while the ranks load
-  supervisor.watch();
-  return supervisor.conclude(*store);
+  std::optional<Launchers> others;
+  if (!hosts.master_addr.empty()) others.emplace(hosts, num_ranks, env().timeout);
+  Supervisor supervisor(num_ranks, hosts.rank);
+  Outcome outcome;
+  if (others) {
+    supervisor.start_all(program, arguments, hosts.interface, [&](int local_rank) {
+      Place place = place_on_this_host(local_rank, num_ranks, hosts.master_port);
+      place.rank += hosts.rank * num_ranks;
+      place.world_size *= hosts.num;
+      place.master_addr = hosts.master_addr;
+      place.run = others->run();
+      return place;
+    });
+    supervisor.watch(&*others);
+    outcome = others->outcome(supervisor.interrupted());
+  } else {
+    HostedStore hosted;
+    const int port = hosted.port();
+    const auto store = hosted.start();
+    supervisor.start_all(program, arguments, hosts.interface, [&](int local_rank) {
+      return place_on_this_host(local_rank, num_ranks, port);
+    });
+    supervisor.watch(nullptr);
+    outcome = outcome_of(supervisor.ended(), 1, {}, store.get(), supervisor.interrupted());
+  }
+  for (const auto& line : outcome.lines) say_error(line);
+  return outcome.code;
 }
 
 bool report_to_launcher(const Place& place, const std::string& text) noexcept {

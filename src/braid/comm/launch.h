@@ -1,6 +1,7 @@
-// How `--nproc N` starts ranks on this host, watches them and ends them together.
+// How `--nproc N` starts ranks on this host, watches them and ends them together, over several hosts with the
+// other hosts' launchers.
 //
-// Ranks get torchrun's variables, so that any program of PyTorch runs under it too. The launcher
+// Ranks get torchrun's variables, so that any program of PyTorch runs under it too. On a single host the launcher
 // hosts their store on a loopback port of its own: two runs on a host never meet, and no port is
 // chosen before it is taken.
 #pragma once
@@ -8,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "braid/comm/launchers.h"
 #include "braid/comm/place.h"
 
 namespace braid {
@@ -21,12 +23,14 @@ inline constexpr const char* kThisProgram = "/proc/self/exe";
 /// or until the second interrupt.
 ///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
 ///            a signal killed one; 128 + signal when interrupted, or when the first to end wrote into a
-///            pipe that nobody reads (SIGPIPE), of which nothing is said
+///            pipe that nobody reads (SIGPIPE), of which nothing is said. The same on all hosts, which say the
+///            same; 1 when a host is lost
 ///   Order    on a thread that lives as long as the ranks; takes those signals and SIGCHLD meanwhile
+///   hosts    where there are others, all are waited for before a rank starts, for BRAID_TIMEOUT_S
 ///   Errors   ValueError: num_ranks is not within 1 to 4096, too few files may be open, or the program
-///            can't be run
+///            can't be run; of several hosts, as Launchers'
 int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
-                 const std::string& program = kThisProgram);
+                 const std::string& program = kThisProgram, const Nodes& hosts = {});
 
 /// Leaves the text of a rank's error with the launcher, which says it once even if several ranks found it.
 ///   Gives    false when there is no launcher to say it, so that the rank must

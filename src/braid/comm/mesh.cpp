@@ -16,6 +16,7 @@ Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world
   BRAID_CHECK(tp >= 1 && world_size % tp == 0, "tensor-parallel size ", tp,
               " does not divide the number of ranks, ", world_size);
   Mesh mesh;
+  mesh.store = store;
   mesh.world = Group::create(store, "world", rank, world_size, options);
   const int dp = world_size / tp;
   // One axis that spans all ranks is the world: one region, one set of connections.

@@ -9,6 +9,7 @@ namespace braid {
 
 struct Mesh {
   std::shared_ptr<Group> world, tp, dp;
+  c10::intrusive_ptr<c10d::Store> store = {};  // where their ranks met
 
   /// Bytes of shared memory that this rank's groups have needed at most.
   std::size_t shared_memory_bytes() const;

@@ -1,22 +1,13 @@
-// Reads a rank's place from launchers' variables, connects it to the others and divides the cores.
+// Reads a rank's place from launchers' variables.
 #include "braid/comm/place.h"
 
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
-#include <cstring>
-#include <fstream>
 #include <optional>
 #include <string_view>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <utility>
-#include <vector>
 
 #include "braid/core/check.h"
 
@@ -63,6 +54,7 @@ void fill_torchrun(Place& place) {
   place.launched = !text_of("BRAID_LAUNCHED").empty();
   place.launched_by_itself = text_of("BRAID_LAUNCHED") == "self";
   place.run = text_of("TORCHELASTIC_RUN_ID");
+  place.attempt = number_of("TORCHELASTIC_RESTART_COUNT").value_or(0);
   const bool meets = place.world_size > 1 || place.store_hosted;
   if (meets) required("MASTER_PORT", "WORLD_SIZE");
   BRAID_CHECK(!meets || !text_of("MASTER_ADDR").empty(),
@@ -111,9 +103,8 @@ void fill_slurm(Place& place) {
   place.local_world_size =
       tasks_of_host(text_of("SLURM_STEP_TASKS_PER_NODE"), required("SLURM_NODEID", because));
   place.run = fmt::format("Slurm {}.{}", text_of("SLURM_JOB_ID"), text_of("SLURM_STEP_ID"));
-  place.master_addr = place.local_world_size == place.world_size
-                          ? "127.0.0.1"
-                          : first_host(text_of("SLURM_STEP_NODELIST"));
+  place.master_addr =
+      place.on_one_host() ? "127.0.0.1" : first_host(text_of("SLURM_STEP_NODELIST"));
 }
 
 void fill_open_mpi(Place& place) {
@@ -125,7 +116,7 @@ void fill_open_mpi(Place& place) {
   place.local_world_size = required("OMPI_COMM_WORLD_LOCAL_SIZE", because);
   place.run =
       fmt::format("Open MPI {}{}", text_of("PMIX_NAMESPACE"), text_of("OMPI_MCA_ess_base_jobid"));
-  if (place.local_world_size == place.world_size) place.master_addr = "127.0.0.1";
+  if (place.on_one_host()) place.master_addr = "127.0.0.1";
 }
 
 void check(const Place& p) {
@@ -144,30 +135,6 @@ void check(const Place& p) {
               ": MASTER_ADDR is missing. HINT: set it to the host of rank 0");
   BRAID_CHECK(p.master_port >= 1 && p.master_port <= 65535, "MASTER_PORT is ", p.master_port,
               ", expected 1 to 65535");
-}
-
-/// The allowed cores, siblings of one physical core next to each other; empty where the kernel's
-/// set does not fit.
-std::vector<int> allowed_cores() {
-  cpu_set_t set;
-  std::vector<int> cores;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &set)) cores.push_back(core);
-  }
-  const auto physical = [](int core) {
-    std::pair<int, int> id{0, core};
-    const auto folder = fmt::format("/sys/devices/system/cpu/cpu{}/topology/", core);
-    std::ifstream(folder + "physical_package_id") >> id.first;
-    std::ifstream(folder + "core_id") >> id.second;
-    return id;
-  };
-  std::vector<std::pair<std::pair<int, int>, int>> order;
-  for (int core : cores) order.emplace_back(physical(core), core);
-  std::sort(order.begin(), order.end());
-  std::transform(order.begin(), order.end(), cores.begin(),
-                 [](const auto& entry) { return entry.second; });
-  return cores;
 }
 
 }  // namespace
@@ -190,62 +157,6 @@ Place place_from_environment() {
   place.master_port = number_of("MASTER_PORT").value_or(place.run.empty() ? 0 : port_of(place.run));
   check(place);
   return place;
-}
-
-c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
-                                              std::chrono::milliseconds timeout) {
-  if (place.world_size == 1 && !place.store_hosted) return c10::make_intrusive<c10d::HashStore>();
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(place.master_port);
-  options.isServer = place.rank == 0 && !place.store_hosted;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  const auto where = fmt::format("store of the run at {}:{} (rank {})", place.master_addr,
-                                 place.master_port, place.rank);
-  c10::intrusive_ptr<c10d::Store> store;
-  std::string owner;
-  const auto mine = fmt::format("{}, {} ranks", place.run, place.world_size);
-  try {
-    store = c10::make_intrusive<c10d::TCPStore>(place.master_addr, options);
-    owner = store->compareSet("braid/run", std::string(), mine);
-  } catch (const c10::Error& error) {
-    C10_THROW_ERROR(DistBackendError,
-                    fmt::format("{} {} within {} s: {}", where,
-                                options.isServer ? "can't be hosted" : "can't be reached",
-                                timeout.count() / 1000.0, error.what_without_backtrace()));
-  }
-  if (owner != mine) {
-    C10_THROW_ERROR(DistBackendError, fmt::format("{} belongs to another run: {} there, {} here",
-                                                  where, owner, mine));
-  }
-  return store;
-}
-
-void share_cores(const Place& place, c10d::Store& store) {
-  std::vector<int> cores = allowed_cores();
-  if (cores.empty()) return;
-  if (place.world_size > 1) {
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    const auto key = [](int rank) { return fmt::format("braid/cores/{}", rank); };
-    const auto mine = fmt::format("{} {}", boot, fmt::join(cores, ","));
-    store.set(key(place.rank), mine);
-    std::size_t sharers = 0, index = 0;
-    for (int rank = 0; rank < place.world_size; ++rank) {
-      if (store.get_to_str(key(rank)) != mine) continue;
-      if (rank == place.rank) index = sharers;
-      ++sharers;
-    }
-    const std::size_t begin = index * cores.size() / sharers,
-                      end = (index + 1) * cores.size() / sharers;
-    cores = begin == end ? std::vector<int>{cores[begin]}
-                         : std::vector<int>(cores.begin() + begin, cores.begin() + end);
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (int core : cores) CPU_SET(core, &set);
-    TORCH_INTERNAL_ASSERT(sched_setaffinity(0, sizeof set, &set) == 0, std::strerror(errno));
-  }
-  at::set_num_threads(static_cast<int>(cores.size()));
 }
 
 }  // namespace braid

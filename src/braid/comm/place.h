@@ -1,12 +1,7 @@
-// A rank's place among the others: read from the environment, then the store where ranks meet and
-// the cores it uses.
+// A rank's place among the others, read from the environment.
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
-#include <chrono>
 #include <string>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace braid {
 
@@ -20,6 +15,9 @@ struct Place {
   bool launched_by_itself = false;  // by this program, with the same command line
   std::string source;  // "torchrun" (launch_ranks too), "Slurm", "Open MPI"; empty: none, one rank
   std::string run;     // what tells this run from others that could meet at the same address
+  int attempt = 0;     // of a launcher that starts ranks again, at the same store
+
+  bool on_one_host() const { return local_world_size == world_size; }
 };
 
 /// This rank's place: torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -28,17 +26,5 @@ struct Place {
 /// first host of the step, and a port made from the job's number.
 ///   Errors   ValueError naming the variables that are missing or contradict each other, with values
 Place place_from_environment();
-
-/// Connects to the store where the run's ranks meet; rank 0 hosts it where no launcher does. In
-/// memory for a single rank without a launcher.
-///   Errors   DistBackendError within `timeout`: the store can't be reached, or is another run's
-c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
-                                              std::chrono::milliseconds timeout);
-
-/// Divides the cores that this rank is allowed to use with the ranks that are allowed the very same
-/// ones (affinity), and gives ATen as many threads. A launcher that has bound each rank to cores of
-/// its own is thus left as it is.
-///   Order    collective over the store's ranks, once per store; before the thread starts others
-void share_cores(const Place& place, c10d::Store& store);
 
 }  // namespace braid

@@ -22,28 +22,10 @@
 #include <mutex>
 
 #include "braid/core/check.h"
+#include "braid/core/descriptor.h"
 
 namespace braid {
 namespace {
-
-/// A file descriptor, closed at the end.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
 
 // Regions that this process made, so that ranks which are its threads share one mapping.
 std::mutex made_mutex;

@@ -1,12 +1,9 @@
 // Makes a rank's store, environment and process.
 #include "braid/comm/spawn.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <netinet/in.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,52 +12,70 @@
 #include <filesystem>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <utility>
 
 #include "braid/core/check.h"
 
 namespace braid {
+namespace {
 
-HostedStore::HostedStore() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  TORCH_CHECK(socket_ >= 0 && ::bind(socket_, generic, length) == 0 &&
-                  ::listen(socket_, SOMAXCONN) == 0 &&
-                  ::getsockname(socket_, generic, &length) == 0,
-              "no loopback port for the ranks' store: ", std::strerror(errno));
-  port_ = ntohs(address.sin_port);
-}
+/// Threads that start meanwhile take none of the process's signals.
+class NoSignals {
+ public:
+  NoSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+  NoSignals& operator=(const NoSignals&) = delete;
 
-HostedStore::~HostedStore() {
-  if (socket_ >= 0) ::close(socket_);
-}
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+HostedStore::HostedStore() : socket_(listen_tcp(0, Listening::loopback)) {}
+HostedStore::HostedStore(int port) : socket_(listen_tcp(port, Listening::everywhere)) {}
 
 c10::intrusive_ptr<c10d::Store> HostedStore::start() {
-  TORCH_INTERNAL_ASSERT(socket_ >= 0);
+  TORCH_INTERNAL_ASSERT(socket_.get() >= 0);
   c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(port_);
+  options.port = static_cast<std::uint16_t>(port());
   options.isServer = true;
   options.waitWorkers = false;
-  options.masterListenFd = std::exchange(socket_, -1);
+  options.masterListenFd = socket_.release();
+  const NoSignals for_the_stores_threads;
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-Environment environment_of_rank(int rank, int num_ranks, int port) {
+Place place_on_this_host(int rank, int num_ranks, int port) {
+  Place place;
+  place.rank = place.local_rank = rank;
+  place.world_size = place.local_world_size = num_ranks;
+  place.master_addr = "127.0.0.1";
+  place.master_port = port;
+  place.run = fmt::format("braid {}", getpid());
+  return place;
+}
+
+Environment environment_of_rank(const Place& place) {
   Environment values;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view line = *entry;
     const auto name = line.substr(0, line.find('='));
     if (name.size() < line.size()) values[std::string(name)] = line.substr(name.size() + 1);
   }
-  values["RANK"] = values["LOCAL_RANK"] = std::to_string(rank);
-  values["WORLD_SIZE"] = values["LOCAL_WORLD_SIZE"] = std::to_string(num_ranks);
-  values["MASTER_ADDR"] = "127.0.0.1";
-  values["MASTER_PORT"] = std::to_string(port);
+  values["RANK"] = std::to_string(place.rank);
+  values["WORLD_SIZE"] = std::to_string(place.world_size);
+  values["LOCAL_RANK"] = std::to_string(place.local_rank);
+  values["LOCAL_WORLD_SIZE"] = std::to_string(place.local_world_size);
+  values["MASTER_ADDR"] = place.master_addr;
+  values["MASTER_PORT"] = std::to_string(place.master_port);
   values["TORCHELASTIC_USE_AGENT_STORE"] = "True";
-  values["TORCHELASTIC_RUN_ID"] = fmt::format("braid {}", getpid());
+  values["TORCHELASTIC_RUN_ID"] = place.run;
+  values.erase("TORCHELASTIC_RESTART_COUNT");
   return values;
 }
 

@@ -11,28 +11,34 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "braid/comm/place.h"
+#include "braid/comm/sockets.h"
+
 namespace braid {
 
-/// A store for ranks of this host, at a free loopback port: ranks can connect before start().
+/// A store for ranks: they can connect before start().
 class HostedStore {
  public:
+  /// At a free loopback port, for ranks of this host. Errors: DistBackendError.
   HostedStore();
-  ~HostedStore();
-  HostedStore(const HostedStore&) = delete;
-  HostedStore& operator=(const HostedStore&) = delete;
+  /// At this port of all addresses. Errors: DistBackendError naming the port, also where it is taken.
+  explicit HostedStore(int port);
 
-  int port() const { return port_; }
+  int port() const { return port_of(socket_); }
   /// Begins to serve, with a thread of this process; once only. The store lives as long as what is returned.
   c10::intrusive_ptr<c10d::Store> start();
 
  private:
-  int socket_ = -1, port_ = 0;
+  Descriptor socket_;
 };
 
 using Environment = std::map<std::string, std::string>;
 
-/// This process's environment, with the place of one rank as torchrun would set it.
-Environment environment_of_rank(int rank, int num_ranks, int port);
+/// This process's environment, with a rank's place as torchrun would set it; the store is hosted.
+Environment environment_of_rank(const Place& place);
+
+/// The place of one of `num_ranks` ranks of this host, whose store is at a loopback port.
+Place place_on_this_host(int rank, int num_ranks, int port);
 
 /// Starts `program` (sought in PATH) in a process group of its own; it ends when the calling thread does.
 ///   mask     its blocked signals

@@ -23,7 +23,7 @@ T number(const char* name, T fallback, T least) {
 
 Env read() {
   Env e;
-  const double timeout_s = number<double>("BRAID_TIMEOUT_S", 300, 0.001);
+  const double timeout_s = number<double>("BRAID_TIMEOUT_S", 60, 0.001);
   BRAID_CHECK(timeout_s <= 1e6, "BRAID_TIMEOUT_S is ", timeout_s, ", expected at most 1e6");
   e.timeout = std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout_s));
   e.shared_memory = number<int>("BRAID_SHARED_MEMORY", 1, 0) != 0;

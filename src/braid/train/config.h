@@ -2,6 +2,7 @@
 // the JSON of checkpoints.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json_fwd.hpp>
@@ -43,6 +44,7 @@ struct TrainConfig {
   bool sequence_parallel = false;
   bool overlap_grad_reduce = false;
   std::int64_t ddp_bucket_size = 0;
+  double distributed_timeout_seconds = 0;
   // computation and communication in one pipeline
   bool use_coc = false;
   std::int64_t coc_parallel_num = 0;
@@ -169,6 +171,9 @@ double num_matmul_weights(const TrainConfig& config);
 
 /// Checks, without writing, that a file of choices can be there. Errors: ValueError naming --tuner-file.
 void check_tuner_file(const std::string& path);
+
+/// The longest wait for another rank that the settings ask for.
+std::chrono::milliseconds timeout_of(const TrainConfig& config);
 
 /// The metrics file in the output folder.
 std::string metrics_path(const TrainConfig& config);

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "braid/core/check.h"
+#include "braid/core/env.h"
 #include "braid/core/memory.h"
 #include "braid/train/config.h"
 
@@ -252,6 +253,12 @@ void check_tuner_file(const std::string& path) {
   BRAID_CHECK(!fs::exists(path, error) || fs::is_regular_file(path, error), "--tuner-file ", path,
               ": is not a regular file");
   check_writable_folder("--tuner-file", folder);
+}
+
+std::chrono::milliseconds timeout_of(const TrainConfig& config) {
+  if (config.distributed_timeout_seconds == 0) return env().timeout;
+  return std::chrono::milliseconds(
+      static_cast<std::int64_t>(1000 * config.distributed_timeout_seconds));
 }
 
 std::string metrics_path(const TrainConfig& config) {

@@ -121,6 +121,12 @@ std::vector<FlagGroup> make_table() {
                        "whole parameters",
             .unset = "40000000, or 1000000 x data-parallel ranks where that is more",
             .range = {1, 9.2e18}},
+           {.name = "distributed-timeout-seconds",
+            .field = &C::distributed_timeout_seconds,
+            .value = "X",
+            .meaning = "longest wait for another rank, at the start and in any operation",
+            .unset = "BRAID_TIMEOUT_S, else 60",
+            .range = {0.001, 1e6}},
        }},
       {"Communication in one pipeline with matmuls (CoC)",
        {

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <optional>
 
+#include "braid/comm/join.h"
 #include "braid/comm/texts.h"
 #include "braid/core/check.h"
 #include "braid/core/log.h"
@@ -58,53 +59,40 @@ void warn_of_other_course(const TrainConfig& config, std::int64_t data_tokens,
   }
 }
 
-/// The store where the ranks meet. The cores are divided before anything starts threads.
-c10::intrusive_ptr<c10d::Store> join(const Place& place) {
-  auto store = connect_store(place, env().timeout);
-  share_cores(place, *store);
-  return store;
-}
-
 void make_folder(const char* flag, const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   BRAID_CHECK(!error, flag, " ", folder.string(), ": can't make the folder: ", error.message());
 }
 
-/// The data, once the ranks have the same settings.
-/// Errors: ValueError, the same on every rank, naming a flag that a rank has other than rank 0.
-std::shared_ptr<const Corpus> open_corpus(const TrainConfig& config, const Place& place,
-                                          c10d::Store& store) {
-  auto corpus = Corpus::open(config.data_path);
-  if (place.world_size == 1) return corpus;
-  nlohmann::json mine;
-  to_json(mine, config);
+/// Connects the ranks, once they have the same settings.
+///   data_tokens  of --data-path, compared too; 0: without data
+///   Errors       as check_same's, naming the flag
+Mesh connect(const TrainConfig& config, const Place& place,
+             const c10::intrusive_ptr<c10d::Store>& store, std::int64_t data_tokens) {
+  nlohmann::json settings, facts;
+  to_json(settings, config);
   for (const char* key :
        {"nproc", "output_dir", "save", "trace", "log_interval", "data_path", "tuner_file"})
-    mine.erase(key);  // may differ by host, or are rank 0's alone
-  mine["load"] = !config.load.empty();
-  mine["data_path"] = fmt::format("{} tokens", corpus->size());
-  const auto key = [](int rank) { return fmt::format("braid/settings/{}", rank); };
-  store.set(key(place.rank), mine.dump());
-  const auto first = nlohmann::json::parse(store.get_to_str(key(0)));
-  for (int rank = 1; rank < place.world_size; ++rank) {
-    const auto other = nlohmann::json::parse(store.get_to_str(key(rank)));
-    for (const auto& [name, value] : first.items())
-      BRAID_CHECK(value == other[name], flag_of(name), " of rank 0 is ", value.dump(), ", of rank ",
-                  rank, " ", other[name].dump());
-  }
-  return corpus;
+    settings.erase(key);  // may differ by host, or are rank 0's alone
+  settings["load"] = !config.load.empty();
+  settings["data_path"] = fmt::format("{} tokens", data_tokens);
+  for (const auto& [key, value] : settings.items()) facts[flag_of(key)] = value;
+  GroupOptions options;
+  options.timeout = timeout_of(config);
+  check_same(place, *store, "settings", facts, options.timeout);
+  return make_mesh(store, place.rank, place.world_size,
+                   static_cast<int>(config.tensor_model_parallel_size), options);
 }
 
 class Run {
  public:
   Run(const TrainConfig& config, const Place& place)
       : config_(config),
-        store_(join(place)),
-        corpus_(open_corpus(config, place, *store_)),
+        store_(join_run(place, timeout_of(config))),  // before anything starts threads
+        corpus_(Corpus::open(config.data_path)),
         data_(split_data(corpus_, config.split, config.seq_length, config.vocab_size, config.seed)),
-        mesh_(make_mesh(store_, place.rank, place.world_size,
-                        static_cast<int>(config.tensor_model_parallel_size))),
+        mesh_(connect(config, place, store_, corpus_->size())),
         trainer_(config, mesh_, [this](std::int64_t iteration, std::int64_t micro_batch) {
           return data_.train->batch(
               first_sample(iteration, micro_batch, mesh_.dp->rank(), mesh_.dp->size(),
@@ -255,6 +243,10 @@ void check_inputs(const TrainConfig& config) {
         fmt::format("--output-dir {} holds a run, whose metrics.jsonl is replaced (its checkpoints "
                     "stay). HINT: --load {} to go on from it, or another --output-dir",
                     config.output_dir, config.save));
+}
+
+Mesh start_training(const TrainConfig& config, const Place& place) {
+  return connect(config, place, join_run(place, timeout_of(config)), 0);
 }
 
 void run_training(const TrainConfig& config, const Place& place) { Run(config, place).train(); }
