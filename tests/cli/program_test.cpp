@@ -58,22 +58,25 @@ TEST(Program, RefusesWrongCommandLinesInOneLine) {
 }
 
 TEST(Program, RefusesWrongHosts) {
-  const auto launch = [](const std::string& flags) { return "launch --nproc 1 " + flags + " -- true"; };
+  const auto launch = [](const std::string& flags) {
+    return "launch --nproc 1 " + flags + " -- true";
+  };
   expect_refused(launch("--nnodes 2"), "--nnodes is 2, and --master-addr is missing");
   expect_refused(launch("--nnodes 2 --node-rank 2 --master-addr localhost"),
                  "--node-rank is 2, expected below --nnodes 2");
   expect_refused(launch("--node-rank -1"), "--node-rank is '-1', expected an integer at least 0");
   expect_refused(launch("--master-port 70000"),
                  "--master-port is '70000', expected an integer at least 1 and below 65536");
-  expect_refused(launch("--interface eth77"), "--interface is 'eth77', which is no network interface");
+  expect_refused(launch("--interface eth77"),
+                 "--interface is 'eth77', which is no network interface");
   expect_refused(launch("--nnodes 2 --master-addr localhost --interface 127.0.0.1"),
                  "--interface is '127.0.0.1', which other hosts can't reach, and --nnodes is 2");
 }
 
 TEST(Program, LaunchOfOneHostAtAGivenPort) {
-  const auto [code, output] =
-      braid("launch --nproc 2 --nnodes 1 --master-addr localhost --master-port 29717 --interface lo "
-            "-- sh -c 'echo $RANK/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $BRAID_INTERFACE'");
+  const auto [code, output] = braid(
+      "launch --nproc 2 --nnodes 1 --master-addr localhost --master-port 29717 --interface lo "
+      "-- sh -c 'echo $RANK/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $BRAID_INTERFACE'");
   EXPECT_EQ(code, 0) << output;
   EXPECT_THAT(output, HasSubstr("1/2 localhost:29717 lo\n"));
 }

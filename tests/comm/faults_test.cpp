@@ -60,7 +60,8 @@ std::vector<Case> cases() {
 using CaseOnHosts = std::tuple<Case, test::HostNumbers>;
 std::string name_of_case(const testing::TestParamInfo<CaseOnHosts>& info) {
   const auto& [c, hosts] = info.param;
-  return fmt::format("{}{}", c.name, hosts.empty() ? "" : fmt::format("_on_hosts_{}", fmt::join(hosts, "")));
+  return fmt::format("{}{}", c.name,
+                     hosts.empty() ? "" : fmt::format("_on_hosts_{}", fmt::join(hosts, "")));
 }
 
 class KilledRank : public testing::TestWithParam<CaseOnHosts> {};

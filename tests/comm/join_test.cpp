@@ -104,9 +104,12 @@ TEST(ConnectStore, RefusesARankThatIsThere) {
   const auto host = connect_store(local_place(0, port), 5000ms);
   const auto stranger = open_store("127.0.0.1", port, std::chrono::steady_clock::now() + 5000ms);
   stranger->set("braid/rank/1", "pid 5 on elsewhere");
-  EXPECT_THAT(connect_error(local_place(1, port)),
-              testing::AllOf(HasSubstr("belongs to another run, or to a program that ran before, or RANK is given twice"),
-                             HasSubstr("rank 1 is pid 5 on elsewhere there, pid ")));
+  EXPECT_THAT(
+      connect_error(local_place(1, port)),
+      testing::AllOf(
+          HasSubstr(
+              "belongs to another run, or to a program that ran before, or RANK is given twice"),
+          HasSubstr("rank 1 is pid 5 on elsewhere there, pid ")));
   EXPECT_THAT(connect_error(local_place(0, port)),
               HasSubstr("there is another run's store: test, 2 ranks"));
 }

@@ -19,8 +19,8 @@ using testing::HasSubstr;
 
 constexpr auto kEndOfRun = 3s;  // from a loss to the end of everything, on all hosts
 
-/// Launchers of hosts; each starts `num_ranks` shells that run the script with $DIR as the folder. One object a test, as
-/// of test::Processes.
+/// Launchers of hosts; each starts `num_ranks` shells that run the script with $DIR as the folder. One object a
+/// test, as of test::Processes.
 class TestHosts {
  public:
   /// change   what a launcher is told other than the others

@@ -229,24 +229,25 @@ TEST(CollectiveMatmulErrors, DisagreementBetweenHostsIsAnErrorOfAll) {
        std::vector<test::HostNumbers>{{0, 1}, {0, 1, 2}, {0, 0, 1}, {0, 1, 1, 0}}) {
     const int size = static_cast<int>(hosts.size());
     std::vector<std::string> texts(hosts.size());
-    run_ranks(size,
-              [&](const auto& group) {
-                expect_works(*group);
-                const std::int64_t n = group->rank() == size - 1 ? 6 : 5;
-                for (int repeat = 0; repeat < 2; ++repeat) {
-                  std::string text;
-                  try {
-                    (void)matmul_all_reduce(*group, at::ones({4, 3}), at::ones({n, 3}), {},
-                                            {Mode::chunked, 2});
-                  } catch (const c10::Error& error) {
-                    text = error.what_without_backtrace();
-                  }
-                  EXPECT_THAT(text, AnyOf(HasSubstr(fmt::format("and {} of group", size - 1)),
-                                          HasSubstr("lost rank")));
-                  texts[static_cast<std::size_t>(group->rank())] = text;
-                }
-              },
-              test::on_hosts(hosts, std::chrono::seconds(5)));
+    run_ranks(
+        size,
+        [&](const auto& group) {
+          expect_works(*group);
+          const std::int64_t n = group->rank() == size - 1 ? 6 : 5;
+          for (int repeat = 0; repeat < 2; ++repeat) {
+            std::string text;
+            try {
+              (void)matmul_all_reduce(*group, at::ones({4, 3}), at::ones({n, 3}), {},
+                                      {Mode::chunked, 2});
+            } catch (const c10::Error& error) {
+              text = error.what_without_backtrace();
+            }
+            EXPECT_THAT(text, AnyOf(HasSubstr(fmt::format("and {} of group", size - 1)),
+                                    HasSubstr("lost rank")));
+            texts[static_cast<std::size_t>(group->rank())] = text;
+          }
+        },
+        test::on_hosts(hosts, std::chrono::seconds(5)));
     EXPECT_THAT(texts.back(), HasSubstr("disagree in n: 5 and 6")) << test::name_of(hosts);
     for (const std::string& text : texts) {
       if (hosts == test::apart(size)) {

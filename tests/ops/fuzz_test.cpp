@@ -25,12 +25,16 @@ TEST_P(FuzzTest, RanksAsThreads) {
   const int size = static_cast<int>(GetParam().size());
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::deque<test::Held>> left(static_cast<std::size_t>(size));
-  test::run_ranks(size, [&](const auto& group) {
-    const auto second =
-        Group::create(store, "second", group->rank(), size, test::on_hosts(GetParam()));
-    test::Fuzz fuzz(*group, *second, 1000u + static_cast<unsigned>(size));
-    left[static_cast<std::size_t>(group->rank())] = fuzz.run(group->on_one_host() ? kSteps : kSteps / 4);
-  }, test::on_hosts(GetParam()));
+  test::run_ranks(
+      size,
+      [&](const auto& group) {
+        const auto second =
+            Group::create(store, "second", group->rank(), size, test::on_hosts(GetParam()));
+        test::Fuzz fuzz(*group, *second, 1000u + static_cast<unsigned>(size));
+        left[static_cast<std::size_t>(group->rank())] =
+            fuzz.run(group->on_one_host() ? kSteps : kSteps / 4);
+      },
+      test::on_hosts(GetParam()));
   // The groups are gone; this is another thread than the one that made the results.
   for (auto& rank : left) {
     for (test::Held& held : rank) {

@@ -215,8 +215,11 @@ TEST(CollectiveMatmulOrder, TilesForOtherHostsAreMadeBesideALatePeer) {
     for (const Pass& pass : passes()) {
       const std::string what = fmt::format("{} on {}", pass.op, size);
       const Seen seen = seen_beside_a_late_peer(
-          pass.op, [&](const Group& group) { pass.run(group, {Mode::chunked, kTiles}); }, size,
-          test::apart(size));
+          pass.op,
+          [&](const Group& group) {
+            pass.run(group, {Mode::chunked, kTiles});
+          },
+          size, test::apart(size));
       EXPECT_EQ(seen.calls, 1) << what;
       const int tiles = pass.reduces ? size * kTiles : 1 + (size - 1) * kTiles;
       ASSERT_EQ(seen.matmuls.size(), pass.matmuls_of_a_tile * tiles) << what;

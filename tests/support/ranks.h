@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -30,7 +29,8 @@ inline HostNumbers apart(int size) {
 inline std::string name_of(const HostNumbers& hosts) {
   return hosts.empty() ? "" : fmt::format(" on hosts {}", fmt::join(hosts, ""));
 }
-inline GroupOptions on_hosts(HostNumbers hosts, std::chrono::seconds timeout = std::chrono::seconds(30)) {
+inline GroupOptions on_hosts(HostNumbers hosts,
+                             std::chrono::seconds timeout = std::chrono::seconds(30)) {
   return {timeout, true, std::move(hosts)};
 }
 

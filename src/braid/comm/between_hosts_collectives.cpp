@@ -34,22 +34,22 @@ at::Tensor flat(const at::Tensor& x) {
 /// A gather that was started: writes all rows into out when it is waited for.
 Pending<at::Tensor> finish_gather(const char* op, std::shared_ptr<GatherStream> stream,
                                   at::Tensor out, at::Tensor flat_out) {
-  return Pending<at::Tensor>([op, stream = std::move(stream), out = std::move(out),
-                              flat_out = std::move(flat_out)] {
-    const trace::Operation operation(op, trace::resumed);
-    while (const auto tile = stream->next()) {
-      const trace::Span span(trace::Kind::copy, "fetch");
-      flat_out.narrow(0, tile->begin, tile->data.size(0)).copy_(tile->data);
-    }
-    return out;
-  });
+  return Pending<at::Tensor>(
+      [op, stream = std::move(stream), out = std::move(out), flat_out = std::move(flat_out)] {
+        const trace::Operation operation(op, trace::resumed);
+        while (const auto tile = stream->next()) {
+          const trace::Span span(trace::Kind::copy, "fetch");
+          flat_out.narrow(0, tile->begin, tile->data.size(0)).copy_(tile->data);
+        }
+        return out;
+      });
 }
 
 /// Hands the rows of x to a reduction.
 Pending<at::Tensor> start_reduction(const Group& group, const char* op, const at::Tensor& x,
                                     ReduceShape shape) {
-  const std::size_t largest = static_cast<std::size_t>(
-      *std::max_element(shape.rows.begin(), shape.rows.end()) * shape.n);
+  const std::size_t largest =
+      static_cast<std::size_t>(*std::max_element(shape.rows.begin(), shape.rows.end()) * shape.n);
   std::shared_ptr<ReduceStream> stream = make_fused_reduce(
       group, op, std::move(shape), false, false, num_pieces(largest * x.element_size()));
   while (const auto tile = stream->next()) {
@@ -152,8 +152,7 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
   const at::Tensor row = x.contiguous().view({1, x.numel()});
   return finish_gather("broadcast",
                        make_fused_gather(group, "broadcast",
-                                         row.narrow(0, 0, group.rank() == root ? 1 : 0), rows,
-                                         1),
+                                         row.narrow(0, 0, group.rank() == root ? 1 : 0), rows, 1),
                        out, out.view({1, x.numel()}))
       .wait();
 }
@@ -161,7 +160,8 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
 void barrier(const Group& group) {
   const at::Tensor mine = at::zeros({1, 1}, at::kByte);
   const at::Tensor all = at::empty({group.size(), 1}, at::kByte);
-  (void)finish_gather("barrier", make_fused_gather(group, "barrier", mine, ones(group), 1), all, all)
+  (void)finish_gather("barrier", make_fused_gather(group, "barrier", mine, ones(group), 1), all,
+                      all)
       .wait();
 }
 

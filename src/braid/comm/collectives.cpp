@@ -123,7 +123,7 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   if (group.size() == 1) return done(x.clone(at::MemoryFormat::Contiguous));
   const trace::Operation operation("all_to_all");
   return transport(group).start_all_to_all(group, x.detach(), std::move(send_rows),
-                                        std::move(recv_rows));
+                                           std::move(recv_rows));
 }
 
 at::Tensor all_gather(const Group& group, const at::Tensor& x_shard,

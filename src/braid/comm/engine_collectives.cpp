@@ -29,7 +29,8 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
                                      std::vector<std::int64_t> rows) {
   if (rows.empty()) rows = all_gather_rows(group, x_shard);
   const std::int64_t most = *std::max_element(rows.begin(), rows.end());
-  at::Tensor mine = x_shard.contiguous(), all = at::empty(with_rows(x_shard, most * group.size()), x_shard.options());
+  at::Tensor mine = x_shard.contiguous(),
+             all = at::empty(with_rows(x_shard, most * group.size()), x_shard.options());
   if (!all_equal(rows)) {
     mine = at::zeros(with_rows(x_shard, most), x_shard.options());
     mine.narrow(0, 0, x_shard.size(0)).copy_(x_shard);
@@ -70,7 +71,9 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
 Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
                                      std::vector<std::int64_t> send_rows,
                                      std::vector<std::int64_t> recv_rows) {
-  at::Tensor in = x.contiguous(), out = at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
+  at::Tensor in = x.contiguous(),
+             out = at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())),
+                             x.options());
   wait(group.backend().alltoall_base(out, in, recv_rows, send_rows));
   return done(out);
 }
@@ -87,6 +90,6 @@ void barrier(const Group& group) { wait(group.backend().barrier()); }
 
 }  // namespace braid::engine
 
-const braid::Transport braid::kEngine{
-    engine::start_all_gather, engine::start_reduce_scatter, engine::start_all_reduce,
-    engine::start_all_to_all, engine::broadcast,            engine::barrier};
+const braid::Transport braid::kEngine{engine::start_all_gather, engine::start_reduce_scatter,
+                                      engine::start_all_reduce, engine::start_all_to_all,
+                                      engine::broadcast,        engine::barrier};

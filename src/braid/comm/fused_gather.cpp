@@ -153,11 +153,12 @@ class FusedGather final : public GatherStream {
     }
     int count = 0;
     for (auto& [message, place] : arrivals) {
-      operation_->submit([this, message = std::move(message), place = place, count = ++count]() mutable {
-        message.wait();
-        tsan::write(place.data_ptr(), place.nbytes());
-        lease_.publish_result(count);
-      });
+      operation_->submit(
+          [this, message = std::move(message), place = place, count = ++count]() mutable {
+            message.wait();
+            tsan::write(place.data_ptr(), place.nbytes());
+            lease_.publish_result(count);
+          });
     }
     for (int step = 1; step < hosts.count(); ++step) {
       const auto& there = hosts.ranks((hosts.of(group_.rank()) + step) % hosts.count());
@@ -180,7 +181,8 @@ class FusedGather final : public GatherStream {
     const int proxy = proxy_of(rank);
     const auto guests = group_.hosts().guests(proxy);
     const auto place = std::find(guests.begin(), guests.end(), rank) - guests.begin();
-    lease_.wait_result(proxy, piece_ * static_cast<int>(guests.size()) + static_cast<int>(place) + 1);
+    lease_.wait_result(proxy,
+                       piece_ * static_cast<int>(guests.size()) + static_cast<int>(place) + 1);
     const at::Tensor data = tile(rank, range);
     reads_.emplace(data);
     return {first_row(rows_, rank) + range.begin, data};
@@ -196,8 +198,8 @@ class FusedGather final : public GatherStream {
   std::size_t num_given_ = 0;  // shards of this host
   std::vector<int> away_;      // ranks of other hosts, in the order of their tiles
   int piece_ = 0;
-  std::size_t guest_ = 0;           // the next one, in away_
-  std::optional<SlotReads> reads_;  // of the tile that was given last
+  std::size_t guest_ = 0;                     // the next one, in away_
+  std::optional<SlotReads> reads_;            // of the tile that was given last
   std::optional<Wire::Operation> operation_;  // between hosts
 };
 

@@ -53,12 +53,10 @@ class FusedReduce final : public ReduceStream {
         dtype_(native ? shape_.dtype : sum_dtype(shape_.dtype)),
         own_apart_(dtype_ != sum_dtype(dtype_)),
         num_tiles_(group.on_one_host() ? 1 : useful_chunks(num_tiles, shape_.rows)),
-        num_others_(ring ? 0
-                         : std::max(0, static_cast<int>(here_.size()) - (own_apart_ ? 1 : 2))),
+        num_others_(ring ? 0 : std::max(0, static_cast<int>(here_.size()) - (own_apart_ ? 1 : 2))),
         result_rows_(shape_.all_reduce ? std::reduce(shape_.rows.begin(), shape_.rows.end())
                                        : rows_of(rank_)),
-        lease_(group.memory()->start(header(),
-                                     wire_offset(rank_, rank_) + outgoing_bytes(rank_))) {
+        lease_(group.memory()->start(header(), wire_offset(rank_, rank_) + outgoing_bytes(rank_))) {
     if (group.on_one_host()) {
       for (int i = 0; i < group.size(); ++i)
         order_.push_back({(rank_ + (ring_ ? 2 * group.size() - 1 - i : 1 + i)) % group.size(), 0});
@@ -175,7 +173,8 @@ class FusedReduce final : public ReduceStream {
     }
     for (int piece = 0; piece < num_tiles_; ++piece)
       for (std::size_t step = 1; step <= here_.size(); ++step)
-        order_.push_back({here_[(static_cast<std::size_t>(hosts_.index(rank_)) + step) % here_.size()], piece});
+        order_.push_back(
+            {here_[(static_cast<std::size_t>(hosts_.index(rank_)) + step) % here_.size()], piece});
   }
 
   /// Counts a station's tiles in the order in which every rank of its host writes them.
@@ -197,7 +196,8 @@ class FusedReduce final : public ReduceStream {
   /// In the order in which order_tiles() goes over them.
   int guest_number(const std::vector<int>& guests, int guest) const {
     const auto distance = [&](int rank) {
-      return std::pair((hosts_.of(rank) + hosts_.count() - hosts_.of(rank_)) % hosts_.count(), rank);
+      return std::pair((hosts_.of(rank) + hosts_.count() - hosts_.of(rank_)) % hosts_.count(),
+                       rank);
     };
     return static_cast<int>(std::count_if(guests.begin(), guests.end(), [&](int other) {
       return distance(other) < distance(guest);
@@ -246,9 +246,8 @@ class FusedReduce final : public ReduceStream {
   }
   /// Where `writer` puts its partial at a station: in rank order without the station.
   at::Tensor place(int station, const Tile& tile, int writer) const {
-    const int number = ring_ ? 0
-                             : hosts_.index(writer) - (writer > station ? 1 : 0) +
-                                   (own_apart_ ? 1 : 0);
+    const int number =
+        ring_ ? 0 : hosts_.index(writer) - (writer > station ? 1 : 0) + (own_apart_ ? 1 : 0);
     if (number == 0) return first_place(station, tile);
     const RowRange rows = range(tile);
     const std::size_t offset = area(station, tile.owner).others +
@@ -259,7 +258,8 @@ class FusedReduce final : public ReduceStream {
   at::Tensor wire_place(int station, const Tile& tile) const {
     if (partials_are_results()) return first_place(station, tile);
     const RowRange rows = range(tile);
-    return slot_tensor(lease_, station, wire_offset(station, tile.owner) + wire_bytes_of(rows.begin),
+    return slot_tensor(lease_, station,
+                       wire_offset(station, tile.owner) + wire_bytes_of(rows.begin),
                        {rows.length, shape_.n}, shape_.dtype);
   }
   at::Tensor reduced_place(int station, const Tile& tile) const {
@@ -269,8 +269,8 @@ class FusedReduce final : public ReduceStream {
   at::Tensor arrival_place(int host, int piece) const {
     const RowRange rows = range({rank_, piece});
     const int number = host - (host > hosts_.of(rank_) ? 1 : 0);
-    const std::size_t offset = arrivals_offset(rank_) +
-                               wire_bytes_of(number * rows_of(rank_) + rows.begin);
+    const std::size_t offset =
+        arrivals_offset(rank_) + wire_bytes_of(number * rows_of(rank_) + rows.begin);
     return slot_tensor(lease_, rank_, offset, {rows.length, shape_.n}, shape_.dtype);
   }
 
@@ -279,9 +279,8 @@ class FusedReduce final : public ReduceStream {
     for (int piece = 0; piece < num_tiles_; ++piece)
       for (int host = 0; host < hosts_.count(); ++host)
         if (host != hosts_.of(rank_))
-          arrivals_[static_cast<std::size_t>(piece)].push_back(
-              operation_->receive(Hop::first, arrival_place(host, piece),
-                                  hosts_.proxy(rank_, host)));
+          arrivals_[static_cast<std::size_t>(piece)].push_back(operation_->receive(
+              Hop::first, arrival_place(host, piece), hosts_.proxy(rank_, host)));
     if (!shape_.all_reduce) return;
     std::vector<int> guests = hosts_.guests(rank_);
     std::sort(guests.begin(), guests.end(), [&](int a, int b) {
@@ -370,8 +369,7 @@ class FusedReduce final : public ReduceStream {
         if (peer != rank_) parts.push_back(place(rank_, tile, peer));
     }
     const at::Tensor first = first_place(rank_, tile);
-    if (shape_.bias.defined() && tile.owner == rank_)
-      parts.push_back(shape_.bias.expand_as(first));
+    if (shape_.bias.defined() && tile.owner == rank_) parts.push_back(shape_.bias.expand_as(first));
     if (own_apart_) parts.push_back(first);
     return parts;
   }

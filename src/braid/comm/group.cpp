@@ -106,14 +106,16 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
     text += fmt::format(": {:.3f} s elapsed of at most {:.3f} s: {}", elapsed.count(),
                         std::chrono::duration<double>(wire_timeout()).count(),
                         known != nullptr ? known->what_without_backtrace() : error.what());
-    fail(lost, op, std::make_exception_ptr(c10::DistBackendError(
-                       {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
+    fail(lost, op,
+         std::make_exception_ptr(c10::DistBackendError(
+             {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
   }
 }
 
 void Group::fail_disagreed(const char* op, const std::string& text) const {
-  fail(rank_, op, std::make_exception_ptr(c10::ValueError(
-                      {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
+  fail(rank_, op,
+       std::make_exception_ptr(
+           c10::ValueError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
 }
 
 void Group::fail(int lost, const char* op, std::exception_ptr error) const {

@@ -64,9 +64,10 @@ void check_owner(c10d::Store& store, const Place& place, const std::string& wher
                    " there, ", run, " here");
   const std::string& self = name_of_process();
   const std::string first = store.compareSet(rank_key(place.rank), std::string(), self);
-  TORCH_CHECK_WITH(DistBackendError, first == self, where,
-                   " belongs to another run, or RANK is given twice: rank ", place.rank, " is ",
-                   first, " there, ", self, " here");
+  TORCH_CHECK_WITH(
+      DistBackendError, first == self, where,
+      " belongs to another run, or to a program that ran before, or RANK is given twice: rank ",
+      place.rank, " is ", first, " there, ", self, " here");
 }
 
 /// What is at a port of this host that can't be listened on.

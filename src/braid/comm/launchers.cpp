@@ -107,7 +107,8 @@ void Launchers::gather() {
     std::erase_if(all_,
                   [](const auto& one) { return one.first > 0 && !one.second.wire.is_open(); });
     if ((entries[0].revents & POLLIN) != 0)
-      greet(LineSocket(Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)), timeout_));
+      greet(LineSocket(Descriptor(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)),
+                       timeout_));
   }
   store_->set(kPort, kBegun);
   for (auto& [_, host] : all_) host.wire.send({{"welcome", run_}});

@@ -20,8 +20,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "braid/comm/outcome.h"
 #include "braid/comm/line_socket.h"
+#include "braid/comm/outcome.h"
 
 namespace braid {
 

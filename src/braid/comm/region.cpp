@@ -266,8 +266,7 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
   };
   const Member member{*store, group, rank, size};
   Descriptor listener = listen_on(mine->nonce(), size);
-  const std::vector<Offer> all =
-      member.share("offer", Offer{mine->nonce(), bytes, pretended_host});
+  const std::vector<Offer> all = member.share("offer", Offer{mine->nonce(), bytes, pretended_host});
 
   std::vector<Descriptor> reached(static_cast<std::size_t>(size));
   int first_here = rank;
@@ -287,9 +286,9 @@ Exchange exchange_regions(const c10::intrusive_ptr<c10d::Store>& store, const st
   const std::vector<int>& here = result.hosts.neighbours(rank);
   for (int peer = 0; peer < rank; ++peer) {
     const auto p = static_cast<std::size_t>(peer);
-    TORCH_CHECK_WITH(DistBackendError,
-                     (reached[p].get() >= 0) == (first_on_host[p] == first_here), "group ", group,
-                     ": ranks ", rank, " and ", peer, " disagree in who shares a host");
+    TORCH_CHECK_WITH(DistBackendError, (reached[p].get() >= 0) == (first_on_host[p] == first_here),
+                     "group ", group, ": ranks ", rank, " and ", peer,
+                     " disagree in who shares a host");
   }
   for (const int peer : here) {
     const auto p = static_cast<std::size_t>(peer);

@@ -125,6 +125,6 @@ void barrier(const Group& group) {
 
 }  // namespace braid::shared
 
-const braid::Transport braid::kShared{
-    shared::start_all_gather, shared::start_reduce_scatter, shared::start_all_reduce,
-    shared::start_all_to_all, shared::broadcast,            shared::barrier};
+const braid::Transport braid::kShared{shared::start_all_gather, shared::start_reduce_scatter,
+                                      shared::start_all_reduce, shared::start_all_to_all,
+                                      shared::broadcast,        shared::barrier};

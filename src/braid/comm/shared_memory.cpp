@@ -47,31 +47,6 @@ constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
 
 }  // namespace
 
-std::string disagreement(const std::string& group, const std::vector<int>& ranks,
-                         const std::vector<Header>& headers) {
-  for (std::size_t r = 0; r < headers.size(); ++r)
-    if (headers[r].refused[0] != 0)
-      return fmt::format("{}: rank {} of group {} can't take part: {}", headers[r].op, ranks[r],
-                         group, headers[r].refused);
-  const Header& a = headers[0];
-  for (std::size_t r = 1; r < headers.size(); ++r) {
-    const Header& b = headers[r];
-    const auto differ = [&](const char* what, const auto& x, const auto& y) {
-      return fmt::format("{}: ranks {} and {} of group {} disagree in {}: {} and {}", a.op,
-                         ranks[0], ranks[r], group, what, x, y);
-    };
-    if (std::strcmp(a.op, b.op) != 0) return differ("the operation", a.op, b.op);
-    if (a.dtype != b.dtype)
-      return differ("dtype", c10::toString(static_cast<c10::ScalarType>(a.dtype)),
-                    c10::toString(static_cast<c10::ScalarType>(b.dtype)));
-    if (a.n != b.n) return differ("n", a.n, b.n);
-    if (a.k != b.k) return differ("k", a.k, b.k);
-    if ((a.rows_agree || b.rows_agree) && a.rows != b.rows) return differ("rows", a.rows, b.rows);
-    if (a.variant != b.variant) return differ(a.variant_is, a.variant, b.variant);
-  }
-  return {};
-}
-
 /// Header and flags of one operation, all written by the region's rank. Flags are sequence << 16 | count.
 /// | word      | state                                                 | who reads               | at rest         |
 /// | header    | what ranks must agree on, and the slot                | all, until they release | last operation  |
@@ -176,8 +151,8 @@ SharedMemory::Control& SharedMemory::control(int index) const {
 void SharedMemory::check_usable() const {
   if (has_failed_outside_.load(std::memory_order_acquire)) {
     if (!is_told_.exchange(true)) std::rethrow_exception(failed_outside_);
-    C10_THROW_ERROR(DistBackendError,
-                    fmt::format("group {} is unusable since: {}", group_, text_of(failed_outside_)));
+    C10_THROW_ERROR(DistBackendError, fmt::format("group {} is unusable since: {}", group_,
+                                                  text_of(failed_outside_)));
   }
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "group ", group_,
                    " is unusable since: ", failure_);
@@ -221,7 +196,8 @@ std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t
       continue;
     if (auto loss = reported(other)) return loss;  // it left because it saw another one's loss
     const Flag& left = control(other).entries[sequence % kEntries].released;
-    if (other == peer || !left.reached(released(sequence))) return Loss{name(other), name(own_), op};
+    if (other == peer || !left.reached(released(sequence)))
+      return Loss{name(other), name(own_), op};
   }
   return std::nullopt;
 }
@@ -447,7 +423,8 @@ void SharedMemory::Lease::agree() {
   memory_->check_not_ended(sequence_);
   if (!headers_.empty()) return;
   std::vector<Header> headers = memory_->headers_of(sequence_, op_);
-  if (!disagreement(memory_->group_, memory_->ranks_, headers).empty()) memory_->fail_disagreed(sequence_, op_);
+  if (!disagreement(memory_->group_, memory_->ranks_, headers).empty())
+    memory_->fail_disagreed(sequence_, op_);
   headers_ = std::move(headers);
 }
 
@@ -501,8 +478,7 @@ std::shared_ptr<void> SharedMemory::Lease::keep_slot() {
     ~Guard() { (*slots)[slot].kept.store(false, std::memory_order_release); }
   };
   return std::shared_ptr<void>(
-      new Guard{memory_->slots_, memory_->regions_[static_cast<std::size_t>(memory_->own_)],
-                slot_},
+      new Guard{memory_->slots_, memory_->regions_[static_cast<std::size_t>(memory_->own_)], slot_},
       [](void* guard) { delete static_cast<Guard*>(guard); });
 }
 

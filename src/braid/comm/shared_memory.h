@@ -27,7 +27,6 @@
 // ranks go on from the same point of their program.
 #pragma once
 
-#include <c10/util/hash.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -44,37 +43,12 @@
 #include <vector>
 
 #include "braid/comm/flag.h"
+#include "braid/comm/header.h"
 #include "braid/comm/hosts.h"
 
 namespace braid {
 
 class Region;
-
-/// What the ranks must agree on before payload is touched. Written by its rank before flag
-/// `published` shows the operation.
-struct Header {
-  char op[32] = {};           // name of the operation
-  std::int64_t dtype = 0;     // at::ScalarType
-  std::int64_t n = 0, k = 0;  // sizes all ranks share; 0 where unused
-  char variant_is[24] = {};   // one value more that all ranks share: its name, for errors, and it
-  std::int64_t variant = 0;
-  std::int64_t rows = 0;   // this rank's rows
-  bool rows_agree = true;  // rows must be the same on all ranks
-  // Filled in by start():
-  std::uint64_t slot = 0;  // where the payload lies in this region
-  char refused[160] = {};  // why this rank can't take part, or ""
-
-  /// Rows differ by rank. What the caller knows of them, or nothing, must be the same on all ranks.
-  void set_rows_of_ranks(const std::vector<std::int64_t>& known) {
-    rows_agree = false;
-    set_variant("all ranks' rows (hash)",
-                known.empty() ? 0 : static_cast<std::int64_t>(c10::get_hash(known)));
-  }
-  void set_variant(const char* what, std::int64_t value) {
-    std::strncpy(variant_is, what, sizeof variant_is - 1);
-    variant = value;
-  }
-};
 
 class SharedMemory {
  public:
@@ -115,7 +89,6 @@ class SharedMemory {
   /// Whom a thread of this rank waits for that is on another host, or -1.
   void show_remote_wait(int rank);
 
-
   /// Operations of this rank that are started and not finished.
   int num_in_flight() const;
   /// Bytes of this rank's region that have memory: flags and what its slots have needed at most.
@@ -138,7 +111,7 @@ class SharedMemory {
   Control& control(int index) const;
   struct Loss {
     int rank, seen_by;  // as the group numbers them
-    std::string op;  // that it was in, or expected in
+    std::string op;     // that it was in, or expected in
   };
   /// Waits for a flag of `peer`; `op` is for errors.
   void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op);
@@ -187,20 +160,15 @@ class SharedMemory {
   };
   std::shared_ptr<std::vector<Slot>> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
-  std::string failure_;       // why the group is unusable
+  std::string failure_;  // why the group is unusable
   std::function<int(int)> follow_;
   std::exception_ptr failed_outside_;  // set before has_failed_outside_
   std::atomic<bool> has_failed_outside_{false};
   mutable std::atomic<bool> is_told_{false};  // that error was thrown as it is
-  std::string disagreement_;  // the last one
-  bool is_refusal_ = false;   // of a rank without memory
-  std::int64_t ended_ = 0;    // operations up to here are over since then
+  std::string disagreement_;                  // the last one
+  bool is_refusal_ = false;                   // of a rank without memory
+  std::int64_t ended_ = 0;                    // operations up to here are over since then
 };
-
-/// What the headers of an operation differ in, or who refused it, in words; empty if they agree.
-///   ranks   whose headers they are, as the group numbers them
-std::string disagreement(const std::string& group, const std::vector<int>& ranks,
-                         const std::vector<Header>& headers);
 
 /// One operation of this rank, and of the others on its host. Counts grow from 1; waits are for "at least".
 class SharedMemory::Lease {

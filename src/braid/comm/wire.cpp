@@ -24,10 +24,9 @@ at::Tensor bytes_of(const Header& header) {
 
 std::uint32_t hash_of(const Header& header) {
   const std::int64_t rows = header.rows_agree ? header.rows : -1;
-  return static_cast<std::uint32_t>(
-      c10::get_hash(std::string_view(header.op), header.dtype, header.n, header.k, header.variant,
-                    rows) &
-      0x1ffff);
+  return static_cast<std::uint32_t>(c10::get_hash(std::string_view(header.op), header.dtype,
+                                                  header.n, header.k, header.variant, rows) &
+                                    0x1ffff);
 }
 
 }  // namespace
@@ -116,9 +115,7 @@ Message Wire::Operation::receive(Hop hop, const at::Tensor& x, int peer) {
   });
 }
 
-void Wire::Operation::submit(std::function<void()> step) {
-  wire_.submit({std::move(step), left_});
-}
+void Wire::Operation::submit(std::function<void()> step) { wire_.submit({std::move(step), left_}); }
 
 void Wire::wait(Message& message) {
   bool done = false;

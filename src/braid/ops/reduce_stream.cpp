@@ -122,7 +122,8 @@ class ChunkReduce final : public ReduceStream {
 std::unique_ptr<ReduceStream> make_reduce_stream(const Group& group, const char* name,
                                                  ReduceShape shape, const Plan& plan) {
   if (is_fused(group, plan))
-    return make_fused_reduce(group, name, std::move(shape), plan.ring, plan.native, plan.num_chunks);
+    return make_fused_reduce(group, name, std::move(shape), plan.ring, plan.native,
+                             plan.num_chunks);
   return std::make_unique<ChunkReduce>(group, std::move(shape), plan.num_chunks);
 }
 

@@ -55,8 +55,7 @@ std::int64_t rounded_up(std::int64_t m) {
 
 std::string text_of(const Group& group, const Key& key) {
   return fmt::format("{} m={} n={} k={} {} ranks={} {}", key.op, rounded_up(key.m), key.n, key.k,
-                     dtype_name(key.dtype), group.size(),
-                     group.on_one_host() ? "host" : "network");
+                     dtype_name(key.dtype), group.size(), group.on_one_host() ? "host" : "network");
 }
 
 bool matches(const std::string& pin, const std::string& key) {
@@ -241,7 +240,8 @@ Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) 
 std::vector<Plan> candidates(const Group& group, const Key& key) {
   std::vector<Plan> plans;
   const bool on_host = group.on_one_host();
-  for (const int num_chunks : on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 6, 8, 16}) {
+  for (const int num_chunks :
+       on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 6, 8, 16}) {
     plans.push_back({.num_chunks = num_chunks});
     if (num_chunks == 0 && key.reduces && group.size() > 2)
       plans.push_back({.num_chunks = 0, .ring = true});
