@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "braid/comm/join.h"
+#include "braid/comm/pipe_signal.h"
 
 namespace braid {
 
@@ -12,6 +13,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d:
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout) {
   using c10d::ProcessGroupGloo;
+  const NoPipeSignal no_signal;
   auto options = ProcessGroupGloo::Options::create(timeout);
   options->devices = {ProcessGroupGloo::createDeviceForHostname(
       listening_address(place_from_environment(), store))};

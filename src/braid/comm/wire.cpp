@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "braid/comm/pipe_signal.h"
 #include "braid/comm/slot_tensor.h"
 
 namespace braid {
@@ -98,6 +99,7 @@ Message Wire::Operation::post(const at::Tensor& x, int peer, Post&& start) {
   std::vector<at::Tensor> tensors{x};
   wire_.group_.naming(name_, peer, [&] {
     const std::lock_guard lock(wire_.post_mutex_);
+    const NoPipeSignal no_signal;
     message.work_ = start(wire_.group_.backend(), tensors);
   });
   return message;
@@ -159,6 +161,7 @@ void Wire::give_up(std::unique_lock<std::mutex>&) {
 void Wire::run() {
   ::pthread_setname_np(::pthread_self(), "braid wire");
   const c10::ParallelGuard alone(true);
+  const NoPipeSignal no_signal;
   for (std::unique_lock lock(mutex_);;) {
     changed_.wait(lock, [this] { return ends_ || !steps_.empty(); });
     if (ends_) return;
