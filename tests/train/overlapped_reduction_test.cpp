@@ -385,12 +385,12 @@ TEST(GradOverlap, BucketsStartInTheLastBackwardAsSoonAsTheyAreComplete) {
     EXPECT_EQ(tied.beside, 19);  // all but the embedding
     EXPECT_EQ(tied.after, 1);
   }
-  // Over Gloo only waits show: from the ninth start on, each is for the one eight before it.
-  const Order gloo =
+  // Between hosts waits show, one or more a bucket: from the ninth start on, for the one eight before it.
+  const Order between_hosts =
       order_of(steps_of(config, 2, /*shared_memory=*/false, step), "braid::grad_reduce: wait");
-  EXPECT_EQ(gloo.before, 0);
-  EXPECT_EQ(gloo.beside, 19 - 8);
-  EXPECT_EQ(gloo.after, 8 + 1);
+  EXPECT_EQ(between_hosts.before, 0);
+  EXPECT_GE(between_hosts.beside, 19 - 8);
+  EXPECT_GE(between_hosts.after, 8 + 1);
 
   config.recompute_granularity = "";
   config.untie_embeddings_and_output_weights = true;
