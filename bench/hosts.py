@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 M = N = 2048
 RANKS = 2
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-RANK = 'RANK=$NODE_RANK WORLD_SIZE=$NNODES LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 BRAID_INTERFACE=$HOST_ADDR exec "$@"'
+LAUNCH = 'exec "$0" launch --nproc 1 --nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR -- "$0" "$@"'
 
 
 def shape(op, k_of_rank):
@@ -32,7 +32,7 @@ def bench(op, k_of_rank, rate, rounds):
     n, k = shape(op, k_of_rank)
     wire = ["--rate", f"{int(rate)}bit"] if rate else []
     out = subprocess.run(
-        [ROOT / "tools/hosts.sh", *wire, str(RANKS), "sh", "-c", RANK, "sh", ROOT / "build/braid", "bench", "ops", "--op", op,
+        [ROOT / "tools/hosts.sh", *wire, str(RANKS), "sh", "-c", LAUNCH, ROOT / "build/braid", "bench", "ops", "--op", op,
          "--m", str(M), "--n", str(n), "--k", str(k), "--dtype", "f32", "--rounds", str(rounds), "--json"],
         capture_output=True, text=True, check=True).stdout
     return next(json.loads(line[4:]) for line in out.splitlines() if line.startswith("[0] {"))

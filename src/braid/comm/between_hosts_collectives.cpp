@@ -31,6 +31,13 @@ at::Tensor flat(const at::Tensor& x) {
   return x.contiguous().view({x.dim() == 0 ? 1 : x.size(0), row_elements(x)});
 }
 
+/// What `f` makes of an operation's result.
+template <class F>
+Pending<at::Tensor> then(Pending<at::Tensor> pending, F f) {
+  return Pending<at::Tensor>([started = std::make_shared<Pending<at::Tensor>>(std::move(pending)),
+                              f = std::move(f)]() mutable { return f(started->wait()); });
+}
+
 /// A gather that was started: writes all rows into out when it is waited for.
 Pending<at::Tensor> finish_gather(const char* op, std::shared_ptr<GatherStream> stream,
                                   at::Tensor out, at::Tensor flat_out) {
@@ -83,9 +90,8 @@ Pending<at::Tensor> start_reduce_scatter(const Group& group, const at::Tensor& x
                                          std::vector<std::int64_t> rows) {
   const auto sizes = with_rows(x, rows[static_cast<std::size_t>(group.rank())]);
   ReduceShape shape{std::move(rows), row_elements(x), x.scalar_type()};
-  auto pending = std::make_shared<Pending<at::Tensor>>(
-      start_reduction(group, "reduce_scatter", flat(x), std::move(shape)));
-  return Pending<at::Tensor>([x, sizes, pending] { return pending->wait().view(sizes); });
+  return then(start_reduction(group, "reduce_scatter", flat(x), std::move(shape)),
+              [x, sizes](const at::Tensor& own) { return own.view(sizes); });
 }
 
 Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, ReduceOp op,
@@ -97,16 +103,14 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   if (op == ReduceOp::sum && x.nbytes() > kGatherBytes) {
     ReduceShape shape{split_rows(x.numel(), group.size()), 1, x.scalar_type()};
     shape.all_reduce = true;
-    auto pending = std::make_shared<Pending<at::Tensor>>(
-        start_reduction(group, kOp, x.contiguous().view({-1, 1}), std::move(shape)));
-    return Pending<at::Tensor>([x, give, pending]() mutable { return give(pending->wait()); });
+    return then(start_reduction(group, kOp, x.contiguous().view({-1, 1}), std::move(shape)),
+                [x, give](const at::Tensor& sum) mutable { return give(sum); });
   }
   const at::Tensor all = at::empty({group.size(), x.numel()}, x.options());
-  auto pending = std::make_shared<Pending<at::Tensor>>(finish_gather(
+  auto pending = finish_gather(
       kOp, make_fused_gather(group, kOp, x.contiguous().view({1, x.numel()}), ones(group), 1), all,
-      all));
-  return Pending<at::Tensor>([x, op, give, pending]() mutable {
-    const at::Tensor inputs = pending->wait();
+      all);
+  return then(std::move(pending), [x, op, give](const at::Tensor& inputs) mutable {
     if (op == ReduceOp::max) return give(inputs.amax(0));
     const at::Tensor sum = at::empty({x.numel()}, x.options());
     sum_parts(sum, inputs.unbind(0));

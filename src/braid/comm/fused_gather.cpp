@@ -18,20 +18,18 @@ int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) {
       std::clamp<std::int64_t>(num_chunks, 1, std::clamp<std::int64_t>(most, 1, kMaxChunks)));
 }
 
-std::vector<std::int64_t> tile_rows(std::int64_t rows, int num_tiles) {
+RowRange tile_range(std::int64_t rows, int num_tiles, int tile) {
   // Doubled from tile to tile: the next one is made while one travels, if a row takes twice as long to travel.
   constexpr int kMostDoublings = 2;
-  std::vector<std::int64_t> result;
-  std::int64_t total = 0, before = 0;
-  for (int i = 0; i < num_tiles; ++i)
-    total += std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
-  std::int64_t weight = 0;
+  std::int64_t before = 0, own = 0, total = 0;  // weights
   for (int i = 0; i < num_tiles; ++i) {
-    weight += std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
-    result.push_back(rows * weight / total - before);
-    before += result.back();
+    const std::int64_t weight = std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
+    if (i < tile) before += weight;
+    if (i == tile) own = weight;
+    total += weight;
   }
-  return result;
+  const std::int64_t begin = rows * before / total;
+  return {begin, rows * (before + own) / total - begin};
 }
 
 namespace {
@@ -76,7 +74,7 @@ class FusedGather final : public GatherStream {
         continue;
       }
       const int rank = away_[guest_++];
-      if (const RowRange range = piece(rank); range.length > 0) return tile_of(rank, range);
+      if (const RowRange rows = range(rank, piece_); rows.length > 0) return tile_of(rank, rows);
     }
     for (Message& message : sent_) message.wait();
     operation_.reset();
@@ -96,8 +94,10 @@ class FusedGather final : public GatherStream {
   /// Where a guest's rows begin in its proxy's slot.
   std::size_t offset(int proxy, int guest) const {
     std::int64_t before = is_read() ? rows_of(proxy) : 0;
-    for (const int other : group_.hosts().guests(proxy))
-      if (other < guest) before += rows_of(other);
+    for (const int other : group_.hosts().guests(proxy)) {
+      if (other == guest) break;
+      before += rows_of(other);
+    }
     return bytes_of(before);
   }
   int proxy_of(int rank) const {
@@ -120,15 +120,11 @@ class FusedGather final : public GatherStream {
   }
 
   /// A tile's rows among those of its rank.
-  RowRange piece_of(int rank, int piece) const {
-    const auto parts = tile_rows(rows_of(rank), num_tiles_);
-    return {first_row(parts, piece), parts[static_cast<std::size_t>(piece)]};
-  }
-  RowRange piece(int rank) const { return piece_of(rank, piece_); }
-  at::Tensor tile(int rank, const RowRange& range) const {
+  RowRange range(int rank, int piece) const { return tile_range(rows_of(rank), num_tiles_, piece); }
+  at::Tensor place_of(int rank, const RowRange& rows) const {
     const int proxy = proxy_of(rank);
-    return slot_tensor(lease_, proxy, offset(proxy, rank) + bytes_of(range.begin),
-                       {range.length, x_.size(1)}, x_.scalar_type());
+    return slot_tensor(lease_, proxy, offset(proxy, rank) + bytes_of(rows.begin),
+                       {rows.length, x_.size(1)}, x_.scalar_type());
   }
 
   void exchange() {
@@ -138,18 +134,16 @@ class FusedGather final : public GatherStream {
     std::vector<std::pair<Message, at::Tensor>> arrivals;
     for (int p = 0; p < num_tiles_; ++p) {
       for (const int guest : guests) {
-        const at::Tensor place = tile(guest, piece_of(guest, p));
+        const at::Tensor place = place_of(guest, range(guest, p));
         arrivals.emplace_back(operation_->receive(Hop::first, place, guest), place);
       }
     }
     const at::Tensor x = x_.contiguous();
     for (int p = 0; p < num_tiles_; ++p) {
-      const RowRange range = piece_of(group_.rank(), p);
-      for (int step = 1; step < hosts.count(); ++step) {
-        const int host = (hosts.of(group_.rank()) + step) % hosts.count();
-        sent_.push_back(operation_->send(Hop::first, x.narrow(0, range.begin, range.length),
+      const RowRange rows = range(group_.rank(), p);
+      for (const int host : hosts.others(group_.rank()))
+        sent_.push_back(operation_->send(Hop::first, x.narrow(0, rows.begin, rows.length),
                                          hosts.proxy(group_.rank(), host)));
-      }
     }
     int count = 0;
     for (auto& [message, place] : arrivals) {
@@ -160,8 +154,8 @@ class FusedGather final : public GatherStream {
             lease_.publish_result(count);
           });
     }
-    for (int step = 1; step < hosts.count(); ++step) {
-      const auto& there = hosts.ranks((hosts.of(group_.rank()) + step) % hosts.count());
+    for (const int host : hosts.others(group_.rank())) {
+      const auto& there = hosts.ranks(host);
       away_.insert(away_.end(), there.begin(), there.end());
     }
   }
@@ -177,15 +171,14 @@ class FusedGather final : public GatherStream {
     return {begin, shard};
   }
 
-  GatheredTile tile_of(int rank, const RowRange& range) {
+  GatheredTile tile_of(int rank, const RowRange& rows) {
+    const Hosts& hosts = group_.hosts();
     const int proxy = proxy_of(rank);
-    const auto guests = group_.hosts().guests(proxy);
-    const auto place = std::find(guests.begin(), guests.end(), rank) - guests.begin();
-    lease_.wait_result(proxy,
-                       piece_ * static_cast<int>(guests.size()) + static_cast<int>(place) + 1);
-    const at::Tensor data = tile(rank, range);
+    lease_.wait_result(proxy, piece_ * static_cast<int>(hosts.guests(proxy).size()) +
+                                  hosts.guest_number(rank, hosts.of(proxy)) + 1);
+    const at::Tensor data = place_of(rank, rows);
     reads_.emplace(data);
-    return {first_row(rows_, rank) + range.begin, data};
+    return {first_row(rows_, rank) + rows.begin, data};
   }
 
   const Group& group_;

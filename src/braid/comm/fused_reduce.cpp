@@ -147,8 +147,7 @@ class FusedReduce final : public ReduceStream {
 
   /// A tile's rows among those of its owner.
   RowRange range(const Tile& tile) const {
-    const auto parts = tile_rows(rows_of(tile.owner), num_tiles_);
-    return {first_row(parts, tile.piece), parts[static_cast<std::size_t>(tile.piece)]};
+    return tile_range(rows_of(tile.owner), num_tiles_, tile.piece);
   }
 
   Header header() const {
@@ -164,8 +163,8 @@ class FusedReduce final : public ReduceStream {
 
   void order_tiles() {
     std::vector<int> guests, others;
-    for (int step = 1; step < hosts_.count(); ++step)
-      for (const int rank : hosts_.ranks((hosts_.of(rank_) + step) % hosts_.count()))
+    for (const int host : hosts_.others(rank_))
+      for (const int rank : hosts_.ranks(host))
         (station_of(rank) == rank_ ? guests : others).push_back(rank);
     for (int piece = 0; piece < num_tiles_; ++piece) {
       for (const int owner : others) order_.push_back({owner, piece});
@@ -177,31 +176,19 @@ class FusedReduce final : public ReduceStream {
             {here_[(static_cast<std::size_t>(hosts_.index(rank_)) + step) % here_.size()], piece});
   }
 
+  int num_guests(int station) const { return static_cast<int>(hosts_.guests(station).size()); }
+  int guest_number(int owner) const { return hosts_.guest_number(owner, hosts_.of(rank_)); }
   /// Counts a station's tiles in the order in which every rank of its host writes them.
   int post_count(const Tile& tile) const {
     const int station = station_of(tile.owner);
-    const auto guests = hosts_.guests(station);
-    const int num_guests = static_cast<int>(guests.size());
-    if (tile.owner == station) return num_tiles_ * num_guests + tile.piece + 1;
-    return tile.piece * num_guests + guest_number(guests, tile.owner) + 1;
+    if (tile.owner == station) return num_tiles_ * num_guests(station) + tile.piece + 1;
+    return tile.piece * num_guests(station) + guest_number(tile.owner) + 1;
   }
   /// Counts a station's results: own rows, then those of its guests as they arrive.
   int result_count(const Tile& tile) const {
     const int station = station_of(tile.owner);
     if (tile.owner == station) return tile.piece + 1;
-    const auto guests = hosts_.guests(station);
-    return num_tiles_ + tile.piece * static_cast<int>(guests.size()) +
-           guest_number(guests, tile.owner) + 1;
-  }
-  /// In the order in which order_tiles() goes over them.
-  int guest_number(const std::vector<int>& guests, int guest) const {
-    const auto distance = [&](int rank) {
-      return std::pair((hosts_.of(rank) + hosts_.count() - hosts_.of(rank_)) % hosts_.count(),
-                       rank);
-    };
-    return static_cast<int>(std::count_if(guests.begin(), guests.end(), [&](int other) {
-      return distance(other) < distance(guest);
-    }));
+    return num_tiles_ + tile.piece * num_guests(station) + guest_number(tile.owner) + 1;
   }
 
   struct Area {
@@ -282,12 +269,8 @@ class FusedReduce final : public ReduceStream {
           arrivals_[static_cast<std::size_t>(piece)].push_back(operation_->receive(
               Hop::first, arrival_place(host, piece), hosts_.proxy(rank_, host)));
     if (!shape_.all_reduce) return;
-    std::vector<int> guests = hosts_.guests(rank_);
-    std::sort(guests.begin(), guests.end(), [&](int a, int b) {
-      return result_count({a, 0}) < result_count({b, 0});
-    });
     for (int piece = 0; piece < num_tiles_; ++piece)
-      for (const int guest : guests)
+      for (const int guest : hosts_.guests(rank_))
         results_.push_back(
             {{guest, piece},
              operation_->receive(Hop::second, wire_place(rank_, {guest, piece}), guest)});
@@ -347,9 +330,8 @@ class FusedReduce final : public ReduceStream {
     }
     tsan::write(sum.data_ptr(), sum.nbytes());
     if (shape_.all_reduce)
-      for (int step = 1; step < hosts_.count(); ++step)
-        sent_on_.push_back(send(Hop::second, tile,
-                                hosts_.proxy(rank_, (hosts_.of(rank_) + step) % hosts_.count())));
+      for (const int host : hosts_.others(rank_))
+        sent_on_.push_back(send(Hop::second, tile, hosts_.proxy(rank_, host)));
     lease_.publish_result(piece + 1);
   }
 

@@ -27,11 +27,9 @@ void check_sizes(c10d::Store& store, const std::string& name, int rank, int size
     store.set(key(rank), mine);
     for (peer = 0; peer < size && theirs == mine; ++peer) theirs = store.get_to_str(key(peer));
   } catch (const std::exception& error) {
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    C10_THROW_ERROR(
-        DistBackendError,
-        fmt::format("group {} rank {}: rank {} did not come to make the group: {}", name, rank,
-                    peer, known != nullptr ? known->what_without_backtrace() : error.what()));
+    C10_THROW_ERROR(DistBackendError,
+                    fmt::format("group {} rank {}: rank {} did not come to make the group: {}",
+                                name, rank, peer, text_of(error)));
   }
   BRAID_CHECK(theirs == mine, "group ", name, ": ranks ", rank, " and ", peer - 1,
               " disagree in its size: ", mine, " and ", theirs);
@@ -91,7 +89,6 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
     f();
   } catch (const std::exception& error) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
     const int lost = find_lost(peer);
     const auto& behind = hosts_.neighbours(lost);
     std::string text = fmt::format("{}: group {} rank {}: ", op, name_, rank_);
@@ -104,8 +101,7 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
       if (lost != peer) text += fmt::format(", which rank {} waited for", peer);
     }
     text += fmt::format(": {:.3f} s elapsed of at most {:.3f} s: {}", elapsed.count(),
-                        std::chrono::duration<double>(wire_timeout()).count(),
-                        known != nullptr ? known->what_without_backtrace() : error.what());
+                        std::chrono::duration<double>(wire_timeout()).count(), text_of(error));
     fail(lost, op,
          std::make_exception_ptr(c10::DistBackendError(
              {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));

@@ -1,6 +1,7 @@
 // Sorts ranks by their hosts.
 #include "braid/comm/hosts.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -22,11 +23,23 @@ Hosts::Hosts(const std::vector<int>& first_on_host, int most) {
   }
 }
 
+std::vector<int> Hosts::others(int rank) const {
+  std::vector<int> result;
+  for (int step = 1; step < count(); ++step) result.push_back((of(rank) + step) % count());
+  return result;
+}
+
 std::vector<int> Hosts::guests(int rank) const {
   std::vector<int> result;
-  for (int guest = 0; guest < static_cast<int>(host_of_.size()); ++guest)
-    if (!together(guest, rank) && proxy(guest, of(rank)) == rank) result.push_back(guest);
+  for (const int host : others(rank))
+    for (const int guest : ranks(host))
+      if (proxy(guest, of(rank)) == rank) result.push_back(guest);
   return result;
+}
+
+int Hosts::guest_number(int guest, int host) const {
+  const auto all = guests(proxy(guest, host));
+  return static_cast<int>(std::find(all.begin(), all.end(), guest) - all.begin());
 }
 
 }  // namespace braid

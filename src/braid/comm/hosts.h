@@ -30,8 +30,12 @@ class Hosts {
     const auto& there = ranks(host);
     return there[static_cast<std::size_t>(index(rank)) % there.size()];
   }
-  /// The ranks of other hosts whose proxy `rank` is, ascending.
+  /// The other hosts than this rank's, the next one first.
+  std::vector<int> others(int rank) const;
+  /// The ranks of those hosts, in that order, whose proxy `rank` is.
   std::vector<int> guests(int rank) const;
+  /// The place of `guest` among the guests of its proxy on `host`.
+  int guest_number(int guest, int host) const;
 
  private:
   std::vector<std::vector<int>> ranks_;

@@ -37,11 +37,6 @@ constexpr auto kOtherHost = "braid/other host";  // the address of a host that i
 std::string rank_key(int rank) { return fmt::format("braid/rank/{}", rank); }
 std::string cpu_key(int rank) { return fmt::format("braid/cpu/{}", rank); }
 
-std::string text_of(const std::exception& error) {
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  return known != nullptr ? known->what_without_backtrace() : error.what();
-}
-
 /// This process, as no other one names itself.
 const std::string& name_of_process() {
   static const std::string name = [] {

@@ -178,11 +178,9 @@ struct Member {
         std::memcpy(&all[static_cast<std::size_t>(peer)], text.data(), sizeof(T));
       }
     } catch (const std::exception& error) {
-      const auto* known = dynamic_cast<const c10::Error*>(&error);
-      C10_THROW_ERROR(
-          DistBackendError,
-          fmt::format("group {} rank {}: rank {} did not come to make the group: {}", group, rank,
-                      peer, known != nullptr ? known->what_without_backtrace() : error.what()));
+      C10_THROW_ERROR(DistBackendError,
+                      fmt::format("group {} rank {}: rank {} did not come to make the group: {}",
+                                  group, rank, peer, text_of(error)));
     }
     return all;
   }

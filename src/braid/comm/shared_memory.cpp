@@ -36,8 +36,8 @@ constexpr std::uint64_t released(std::int64_t sequence) {
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
+  } catch (const std::exception& known) {
+    return braid::text_of(known);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "braid/comm/collectives.h"
 #include "braid/comm/group.h"
 
 namespace braid {
@@ -65,9 +66,9 @@ inline constexpr int kMaxChunks = 32;
 /// Of the pieces that were asked for, those that are of use for shards of these rows.
 int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows);
 
-/// The rows of each tile where a rank's rows are cut for the wire: the first and last ones are smaller, since
+/// A tile's part of a rank's rows where they are cut for the wire: the first and last ones are smaller, since
 /// nothing travels before the first is made, or is left to do while the last one travels.
-std::vector<std::int64_t> tile_rows(std::int64_t rows, int num_tiles);
+RowRange tile_range(std::int64_t rows, int num_tiles, int tile);
 
 /// Gathers x_shard [t_r, k] over `group` (more than one rank). The order: own rows, those of the host's other
 /// ranks in their memory, then tiles from other hosts as they arrive. Everything is sent, and every

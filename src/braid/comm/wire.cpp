@@ -62,16 +62,16 @@ void Wire::Operation::compare(const Header& header) {
   const Hosts& hosts = wire_.group_.hosts();
   const int rank = wire_.group_.rank();
   std::vector<int> ranks = hosts.guests(rank);
-  ranks.insert(std::lower_bound(ranks.begin(), ranks.end(), rank), rank);
+  ranks.push_back(rank);
+  std::sort(ranks.begin(), ranks.end());
   std::vector<at::Tensor> headers;
   std::vector<Message> messages;
   for (const int peer : ranks) {
     headers.push_back(bytes_of(header));
     if (peer != rank) messages.push_back(receive(Hop::header, headers.back(), peer));
   }
-  for (int host = 0; host < hosts.count(); ++host)
-    if (host != hosts.of(rank))
-      messages.push_back(send(Hop::header, bytes_of(header), hosts.proxy(rank, host)));
+  for (const int host : hosts.others(rank))
+    messages.push_back(send(Hop::header, bytes_of(header), hosts.proxy(rank, host)));
   submit([this, ranks, headers, messages]() mutable {
     for (Message& message : messages) message.wait();
     std::vector<Header> all;

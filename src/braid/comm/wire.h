@@ -38,7 +38,7 @@ class Wire;
 class Message {
  public:
   Message() = default;
-  /// Waits until it has arrived, or was taken by the network. Errors: DistBackendError, by Group::fail.
+  /// Waits until it has arrived, or was taken by the network. Errors: DistBackendError, by Group::naming.
   void wait();
 
  private:

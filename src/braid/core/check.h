@@ -4,6 +4,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <exception>
+#include <string>
+
 /// Throws c10::ValueError with the given text parts unless `condition` holds.
 #define BRAID_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, __VA_ARGS__)
 
@@ -15,3 +18,11 @@
     TORCH_CHECK_VALUE(braid_check_a == braid_check_b, what, " differ: ", #a, " is ", \
                       braid_check_a, ", ", #b, " is ", braid_check_b);               \
   } while (false)
+
+namespace braid {
+/// What an error says, without a backtrace.
+inline std::string text_of(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  return known != nullptr ? known->what_without_backtrace() : error.what();
+}
+}  // namespace braid
