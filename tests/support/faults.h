@@ -45,17 +45,19 @@ inline void expect_frozen_rank_is_named(const Operation& operation, const HostNu
   Processes ranks(3, loop_of(operation, on_hosts(hosts, std::chrono::seconds(1))));
   wait_until_ready(ranks);
   ranks.freeze(1);
+  std::string outputs;
   for (const int survivor : {0, 2}) {
     const Ended ended = ranks.wait(survivor, std::chrono::seconds(5));
     EXPECT_EQ(ended.exit_code, 1) << "rank " << survivor << ": signal " << ended.signal;
     EXPECT_THAT(ended.output,
                 testing::AnyOf(testing::HasSubstr("rank 1 did not come within the time-out"),
                                testing::HasSubstr("lost rank 1")));
+    outputs += ended.output;
   }
   ranks.thaw(1);
   const Ended ended = ranks.wait(1, std::chrono::seconds(4));
   EXPECT_EQ(ended.exit_code, 1) << ended.signal;
-  EXPECT_THAT(ended.output, testing::HasSubstr("in vain for this rank"));
+  EXPECT_THAT(ended.output, testing::HasSubstr("in vain for this rank")) << outputs;
 }
 
 }  // namespace braid::test

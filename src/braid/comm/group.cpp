@@ -60,7 +60,9 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   group->memory_ = SharedMemory::create(group->store_, name, rank, size, pretended_host,
                                         options.timeout, group->hosts_);
   if (group->on_one_host()) return group;
-  group->memory_->follow_losses([raw = group.get()](int peer) { return raw->find_lost(peer); });
+  group->memory_->follow_losses([raw = group.get()](int peer, int via, bool has_left) {
+    return raw->find_lost(peer, via, has_left);
+  });
   group->wire_ = std::make_unique<Wire>(*group);
   (void)group->backend();
   return group;
@@ -89,7 +91,7 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
     f();
   } catch (const std::exception& error) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
-    const int lost = find_lost(peer);
+    const int lost = find_lost(peer, peer, elapsed < timeout());
     const auto& behind = hosts_.neighbours(lost);
     std::string text = fmt::format("{}: group {} rank {}: ", op, name_, rank_);
     if (lost == rank_) {
@@ -126,40 +128,43 @@ void Group::fail(int lost, const char* op, std::exception_ptr error) const {
   std::rethrow_exception(error_);
 }
 
-int Group::find_lost(int peer) const {
+int Group::find_lost(int peer, int via, bool has_left) const {
   // On a thread that may be left behind: a store beyond a wire that is cut never answers.
   static constexpr std::chrono::milliseconds kLimit{1000}, kPause{20};
-  struct Found {
-    std::mutex mutex;
-    int lost;
-  };
-  auto found = std::make_shared<Found>();
-  found->lost = peer;
+  const std::lock_guard lock(finding_mutex_);
+  if (found_lost_ >= 0) return found_lost_;
+  auto found = std::make_shared<std::atomic<int>>(peer);
   auto done = std::make_shared<std::promise<void>>();
   const auto is_done = done->get_future();
-  std::thread([found, done, store = store_, rank = rank_, lost = peer]() mutable {
+  std::thread([=, store = store_, rank = rank_] {
     const auto key = [](int who) { return fmt::format("lost/{}", who); };
+    const auto tell = [&](int lost) { store->set(key(rank), std::to_string(*found = lost)); };
     const auto deadline = std::chrono::steady_clock::now() + kLimit;
     try {
-      store->set(key(rank), std::to_string(lost));
-      while (std::chrono::steady_clock::now() < deadline) {
+      tell(peer);
+      for (int lost = peer; std::chrono::steady_clock::now() < deadline;
+           std::this_thread::sleep_for(kPause)) {
         if (!store->check({key(lost)})) {
-          std::this_thread::sleep_for(kPause);
+          *found = lost;
+          if (has_left) break;
           continue;
         }
-        const int next = std::stoi(store->get_to_str(key(lost)));
-        const std::lock_guard lock(found->mutex);
-        found->lost = next;
-        if (next == rank || next == lost) break;
-        lost = next;
+        lost = std::stoi(store->get_to_str(key(lost)));
+        if (lost != rank) continue;
+        // In a circle, who says nothing is frozen, and what it showed of its wait is old.
+        if (store->check({key(via)})) {
+          *found = rank;
+          lost = peer;
+        } else {
+          tell(lost = via);
+        }
       }
     } catch (const std::exception&) {  // the store went with the peer
     }
     done->set_value();
   }).detach();
   (void)is_done.wait_for(kLimit + kPause);
-  const std::lock_guard lock(found->mutex);
-  return found->lost;
+  return found_lost_ = *found;
 }
 
 c10d::Backend& Group::backend() const {

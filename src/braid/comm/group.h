@@ -77,8 +77,10 @@ class Group {
  private:
   Group();
   [[noreturn]] void fail(int lost, const char* op, std::exception_ptr error) const;
-  /// Tells the run that this rank lost `peer`, and finds out whom that one has lost. Takes a second at most.
-  int find_lost(int peer) const;
+  /// Tells the run that this rank lost `peer`, for which `via` of this host seems to wait (or is `peer`), and finds
+  /// out whom that one has lost. Who has left has said so before; one that only did not come may do so within a
+  /// second, which this takes at most. What was found first stays.
+  int find_lost(int peer, int via, bool has_left) const;
   std::uint64_t id_;
   int rank_ = 0, size_ = 1;
   std::string name_;
@@ -90,6 +92,8 @@ class Group {
   std::unique_ptr<Wire> wire_;
   mutable std::mutex mutex_;
   mutable std::exception_ptr error_;  // why the group is unusable
+  mutable std::mutex finding_mutex_;
+  mutable int found_lost_ = -1;
 };
 
 }  // namespace braid

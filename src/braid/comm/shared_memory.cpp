@@ -22,6 +22,7 @@ namespace {
 constexpr int kMaxRanks = 64;
 constexpr std::chrono::milliseconds kSlice{100};  // of sleep between two looks for a loss
 using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
 
 /// What flag `result` reaches when its rank has told of a disagreement in the operation's headers.
 constexpr std::uint64_t disagreed(std::int64_t sequence) {
@@ -212,8 +213,7 @@ int SharedMemory::end_of_chain(int peer) const {
     if (flag.reached(waiter.until.load())) break;  // it would go on, but is frozen
     peer = next;
   }
-  const int remote = control(peer).remote.load(std::memory_order_acquire) - 1;
-  return remote >= 0 ? remote : name(peer);
+  return peer;
 }
 
 void SharedMemory::show_remote_wait(int rank) {
@@ -243,24 +243,25 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
     left = std::chrono::ceil<std::chrono::milliseconds>(timeout_ - elapsed);
     if (!loss && left.count() > 0) continue;
     if (flag.reached(at_least)) break;  // what a rank did before it was lost counts
-    const auto times = [&] {
-      return fmt::format("{:.3f} s elapsed of at most {:.3f} s",
-                         std::chrono::duration<double>(elapsed).count(),
-                         std::chrono::duration<double>(timeout_).count());
-    };
+    const std::string times = fmt::format("{:.3f} s elapsed of at most {:.3f} s",
+                                          Seconds(elapsed).count(), Seconds(timeout_).count());
     const std::string who = fmt::format("{}: group {} rank {}", op, group_, name(own_));
-    if (!loss) {
-      const int end = end_of_chain(peer);
-      const Loss late{follow_ ? follow_(end) : end, name(own_), op};
-      fail(late, fmt::format("{}: rank {} did not come within the time-out: {}", who, late.rank,
-                             times()));
+    const bool is_late = !loss;
+    const int end = is_late ? end_of_chain(peer) : peer;
+    if (is_late) {
+      const int remote = control(end).remote.load(std::memory_order_acquire) - 1;
+      loss = Loss{remote >= 0 ? remote : name(end), name(own_), op};
     }
-    if (follow_) loss->rank = follow_(loss->rank);
+    const int first = loss->rank;
+    if (follow_) loss->rank = follow_(first, is_late ? name(end) : first, !is_late);
     if (loss->rank == name(own_))
       fail(*loss, fmt::format("{}: rank {} waited in vain for this rank in {}, and gave up: {}",
-                              who, loss->seen_by, loss->op, times()));
+                              who, first == name(own_) ? loss->seen_by : first, loss->op, times));
+    if (is_late)
+      fail(*loss,
+           fmt::format("{}: rank {} did not come within the time-out: {}", who, loss->rank, times));
     fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, loss->rank,
-                            loss->op, times()));
+                            loss->op, times));
   }
   mine.waits_for.store(0, std::memory_order_relaxed);
 }

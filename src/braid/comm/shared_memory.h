@@ -84,8 +84,10 @@ class SharedMemory {
   bool is_usable() const {
     return failure_.empty() && !has_failed_outside_.load(std::memory_order_acquire);
   }
-  /// Called with whom this rank lost; gives whom that one lost, or the same.
-  void follow_losses(std::function<int(int rank)> follow) { follow_ = std::move(follow); }
+  /// Called with whom this rank lost, who of this host waits for that one (or the same) and whether it is known to
+  /// have left; gives whom that one lost, or the same.
+  using Follow = std::function<int(int rank, int via, bool has_left)>;
+  void follow_losses(Follow follow) { follow_ = std::move(follow); }
   /// Whom a thread of this rank waits for that is on another host, or -1.
   void show_remote_wait(int rank);
 
@@ -117,8 +119,8 @@ class SharedMemory {
   void wait(Flag& flag, std::uint64_t at_least, int peer, const char* op);
   /// A loss that matters to who waits for `peer` in operation `sequence`.
   std::optional<Loss> find_loss(int peer, std::int64_t sequence, const char* op) const;
-  /// Whom a rank that waits for `peer` in vain really waits for.
-  int end_of_chain(int peer) const;  // gives a rank
+  /// Whom of this host a rank that waits for `peer` in vain really waits for.
+  int end_of_chain(int peer) const;
   /// Shows a loss to the host's other ranks.
   void tell(const Loss& loss) const;
   /// Tells all, and makes this group refuse further calls.
@@ -161,7 +163,7 @@ class SharedMemory {
   std::shared_ptr<std::vector<Slot>> slots_;  // of this rank's region
   std::int64_t sequence_ = 0;
   std::string failure_;  // why the group is unusable
-  std::function<int(int)> follow_;
+  Follow follow_;
   std::exception_ptr failed_outside_;  // set before has_failed_outside_
   std::atomic<bool> has_failed_outside_{false};
   mutable std::atomic<bool> is_told_{false};  // that error was thrown as it is

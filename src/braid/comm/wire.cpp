@@ -133,7 +133,14 @@ void Wire::wait(Message& message) {
       group_.memory()->show_remote_wait(peer);
     };
     show(message.work_, message.peer_);
-    group_.naming(message.op_, message.peer_, wait);
+    group_.naming(message.op_, message.peer_, [&] {
+      try {
+        wait();
+      } catch (const std::exception&) {
+        const std::lock_guard lock(mutex_);
+        if (!given_up_) throw;  // else: aborted, no peer's fault
+      }
+    });
     show(nullptr, -1);
   }
   TORCH_CHECK(done, "the group is unusable");
