@@ -15,8 +15,7 @@ endif()
 add_library(torch_cpu_only INTERFACE)
 target_include_directories(torch_cpu_only SYSTEM INTERFACE
   "${BRAID_TORCH_DIR}/include" "${BRAID_TORCH_DIR}/include/torch/csrc/api/include")
-# The wheel ships fmt's headers (its own headers include them), not its library.
-target_compile_definitions(torch_cpu_only INTERFACE USE_DISTRIBUTED USE_C10D USE_C10D_GLOO FMT_HEADER_ONLY)
+target_compile_definitions(torch_cpu_only INTERFACE USE_DISTRIBUTED USE_C10D USE_C10D_GLOO)
 target_link_libraries(torch_cpu_only INTERFACE
   "${BRAID_TORCH_DIR}/lib/libtorch.so" "${BRAID_TORCH_DIR}/lib/libtorch_cpu.so" "${BRAID_TORCH_DIR}/lib/libc10.so")
 target_link_options(torch_cpu_only INTERFACE "-Wl,-rpath,${BRAID_TORCH_DIR}/lib" "-Wl,--no-as-needed")

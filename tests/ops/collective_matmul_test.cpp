@@ -212,7 +212,7 @@ TEST_P(CollectiveMatmul, ChangingTokenCountsKeepMemoryBounded) {
                             options());
     if (group.memory() == nullptr) return;
     const std::size_t one = group.memory()->bytes();
-    for (int repeat = 0; repeat < 5; ++repeat) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
       for (const std::int64_t m : {8, 64, 6, 2, 130, 0, 64}) {
         const at::Tensor x = rank_values(group.rank(), {m, 16});
         expect_close(matmul_all_reduce(poisoned(group), x, w, {}, options()),

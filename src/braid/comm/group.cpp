@@ -35,6 +35,27 @@ void check_sizes(c10d::Store& store, const std::string& name, int rank, int size
               " disagree in its size: ", mine, " and ", theirs);
 }
 
+/// In the store: whom this rank has lost.
+std::string lost_key(int rank) { return fmt::format("lost/{}", rank); }
+
+void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
+
+/// Asks the store, on a thread that may be left behind: beyond a wire that is cut it never answers.
+template <class F>
+void in_a_second(F ask) {
+  auto done = std::make_shared<std::promise<void>>();
+  const auto is_done = done->get_future();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  std::thread([=]() mutable {
+    try {
+      ask([=] { return std::chrono::steady_clock::now() < deadline; });
+    } catch (const std::exception&) {  // the store went with the peer
+    }
+    done->set_value();
+  }).detach();
+  (void)is_done.wait_until(deadline + std::chrono::milliseconds(20));
+}
+
 }  // namespace
 
 std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& store,
@@ -83,7 +104,16 @@ Group::Group() {
   id_ = ++num_made;
 }
 
-Group::~Group() = default;
+Group::~Group() {
+  if (rank_ != 0 || found_lost_ < 0) return;
+  // The store may go with this rank: the others see that it leaves, and ask it first.
+  wire_.reset();
+  backend_.reset();
+  in_a_second([store = store_, lost = found_lost_, size = size_](auto has_time) {
+    for (int rank = 1; rank < size; ++rank)
+      while (rank != lost && !store->check({lost_key(rank)}) && has_time()) pause();
+  });
+}
 
 void Group::naming(const char* op, int peer, const std::function<void()>& f) const {
   const auto since = std::chrono::steady_clock::now();
@@ -129,41 +159,29 @@ void Group::fail(int lost, const char* op, std::exception_ptr error) const {
 }
 
 int Group::find_lost(int peer, int via, bool has_left) const {
-  // On a thread that may be left behind: a store beyond a wire that is cut never answers.
-  static constexpr std::chrono::milliseconds kLimit{1000}, kPause{20};
   const std::lock_guard lock(finding_mutex_);
   if (found_lost_ >= 0) return found_lost_;
   auto found = std::make_shared<std::atomic<int>>(peer);
-  auto done = std::make_shared<std::promise<void>>();
-  const auto is_done = done->get_future();
-  std::thread([=, store = store_, rank = rank_] {
-    const auto key = [](int who) { return fmt::format("lost/{}", who); };
-    const auto tell = [&](int lost) { store->set(key(rank), std::to_string(*found = lost)); };
-    const auto deadline = std::chrono::steady_clock::now() + kLimit;
-    try {
-      tell(peer);
-      for (int lost = peer; std::chrono::steady_clock::now() < deadline;
-           std::this_thread::sleep_for(kPause)) {
-        if (!store->check({key(lost)})) {
-          *found = lost;
-          if (has_left) break;
-          continue;
-        }
-        lost = std::stoi(store->get_to_str(key(lost)));
-        if (lost != rank) continue;
-        // In a circle, who says nothing is frozen, and what it showed of its wait is old.
-        if (store->check({key(via)})) {
-          *found = rank;
-          lost = peer;
-        } else {
-          tell(lost = via);
-        }
+  in_a_second([=, store = store_, rank = rank_](auto has_time) {
+    const auto tell = [&](int lost) { store->set(lost_key(rank), std::to_string(*found = lost)); };
+    tell(peer);
+    for (int lost = peer; has_time(); pause()) {
+      if (!store->check({lost_key(lost)})) {
+        *found = lost;
+        if (has_left) return;
+        continue;
       }
-    } catch (const std::exception&) {  // the store went with the peer
+      lost = std::stoi(store->get_to_str(lost_key(lost)));
+      if (lost != rank) continue;
+      // In a circle, who says nothing is frozen, and what it showed of its wait is old.
+      if (store->check({lost_key(via)})) {
+        *found = rank;
+        lost = peer;
+      } else {
+        tell(lost = via);
+      }
     }
-    done->set_value();
-  }).detach();
-  (void)is_done.wait_for(kLimit + kPause);
+  });
   return found_lost_ = *found;
 }
 
