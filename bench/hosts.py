@@ -7,13 +7,15 @@ RATIO times as long as the rank's matmul, which is measured first. All columns a
 import argparse
 import json
 import pathlib
+import re
 import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 M = N = 2048
 RANKS = 2
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-LAUNCH = 'exec "$0" launch --nproc 1 --nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR -- "$0" "$@"'
+LAUNCH = 'exec "$0" launch --nproc {} --nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR -- "$0" "$@"'
 
 
 def shape(op, k_of_rank):
@@ -28,14 +30,20 @@ def wire_bytes(op, k_of_rank):
     return M // RANKS * N * 4 * (2 if op == "matmul_all_reduce" else 1)
 
 
+def on_hosts(rate, ranks_of_host, *words):
+    """The standard output of host 0 and the bytes that it has sent; braid's words on two hosts, whose wire has a rate or no limit."""
+    wire = ["--rate", f"{int(rate)}bit"] if rate else []
+    run = subprocess.run([ROOT / "tools/hosts.sh", *wire, "2", "sh", "-c", LAUNCH.format(ranks_of_host), ROOT / "build/braid", *map(str, words)],
+                         capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(run.stderr)
+    return "".join(re.findall(r"^\[0\] (.*\n)", run.stdout, re.M)), int(re.search(r"^host 0 sent (\d+)", run.stderr, re.M)[1])
+
+
 def bench(op, k_of_rank, rate, rounds):
     n, k = shape(op, k_of_rank)
-    wire = ["--rate", f"{int(rate)}bit"] if rate else []
-    out = subprocess.run(
-        [ROOT / "tools/hosts.sh", *wire, str(RANKS), "sh", "-c", LAUNCH, ROOT / "build/braid", "bench", "ops", "--op", op,
-         "--m", str(M), "--n", str(n), "--k", str(k), "--dtype", "f32", "--rounds", str(rounds), "--json"],
-        capture_output=True, text=True, check=True).stdout
-    return next(json.loads(line[4:]) for line in out.splitlines() if line.startswith("[0] {"))
+    out, _ = on_hosts(rate, 1, "bench", "ops", "--op", op, "--m", M, "--n", n, "--k", k, "--dtype", "f32", "--rounds", rounds, "--json")
+    return json.loads(out)
 
 
 def main():

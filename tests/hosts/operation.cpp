@@ -1,6 +1,6 @@
 // A rank that runs operations again and again: counts what they send, and is what tests of faults kill.
-// Usage: braid_test_operation count COUNT                     each so many times: its name, and the bytes that left eth0
-//        braid_test_operation loop OPERATION TIMEOUT_S READY  one without end; a file READY.<rank> after ten
+// Usage: braid_test_operation count COUNT   each so many times: its name, and the bytes that left eth0
+//        braid_test_operation loop OPERATION TIMEOUT_S READY   one without end; a file READY.<rank> after ten
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 

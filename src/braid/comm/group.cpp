@@ -37,6 +37,8 @@ void check_sizes(c10d::Store& store, const std::string& name, int rank, int size
 
 /// In the store: whom this rank has lost.
 std::string lost_key(int rank) { return fmt::format("lost/{}", rank); }
+/// There when this rank knows all that it wants to know.
+std::string asked_key(int rank) { return fmt::format("asked/{}", rank); }
 
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 
@@ -106,12 +108,12 @@ Group::Group() {
 
 Group::~Group() {
   if (rank_ != 0 || found_lost_ < 0) return;
-  // The store may go with this rank: the others see that it leaves, and ask it first.
+  // The store may go with this rank: the others see that it leaves, and ask first.
   wire_.reset();
   backend_.reset();
   in_a_second([store = store_, lost = found_lost_, size = size_](auto has_time) {
     for (int rank = 1; rank < size; ++rank)
-      while (rank != lost && !store->check({lost_key(rank)}) && has_time()) pause();
+      while (rank != lost && !store->check({asked_key(rank)}) && has_time()) pause();
   });
 }
 
@@ -168,7 +170,7 @@ int Group::find_lost(int peer, int via, bool has_left) const {
     for (int lost = peer; has_time(); pause()) {
       if (!store->check({lost_key(lost)})) {
         *found = lost;
-        if (has_left) return;
+        if (has_left) break;
         continue;
       }
       lost = std::stoi(store->get_to_str(lost_key(lost)));
@@ -181,6 +183,7 @@ int Group::find_lost(int peer, int via, bool has_left) const {
         tell(lost = via);
       }
     }
+    store->set(asked_key(rank), "1");
   });
   return found_lost_ = *found;
 }

@@ -44,7 +44,7 @@ class Group {
                                        GroupOptions options = {});
   /// A group of `size` ranks without the others, for timing: see SharedMemory::create_stub. Not collective.
   static std::shared_ptr<Group> create_stub(const std::string& name, int rank, int size);
-  /// Of rank 0, where one was lost: stays up to a second, until the others have told whom they have lost.
+  /// Of rank 0, where one was lost: stays up to a second, until the others know whom.
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

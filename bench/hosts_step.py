@@ -1,0 +1,63 @@
+"""Measures training steps over two hosts (tools/hosts.sh, needs root): how much of the communication is hidden.
+
+Usage: python3 bench/hosts_step.py [--case CASE]... [--rounds N] [--json FILE]
+The cases: tp      TP 2 over the hosts, a wire on which the step's bytes travel as long as its compute takes
+           tp10    the same, the wire so fast that communication is a tenth of a serial step
+           dp_tp   DP 2 over the hosts, TP 2 in each (4 ranks): the gradients, beside the backward pass, wire as tp
+Columns: the step; the same without overlap; over the process group's collectives; without transfers. Hidden: the share of what a serial step
+takes beyond the last.
+"""
+import argparse
+import json
+import tempfile
+
+from hosts import on_hosts
+
+MODEL = ("--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --seq-length 512 --vocab-size 256 "
+         "--micro-batch-size 2 --lr 1e-4").split()
+TP = "--tensor-model-parallel-size 2 --sequence-parallel --use-coc".split()
+# Ranks of a host, flags, and the seconds on the wire of one second of compute.
+CASES = {"tp": (1, TP, 1.0), "tp10": (1, TP, 1 / 9), "dp_tp": (2, [*TP, "--overlap-grad-reduce", "--ddp-bucket-size", "4000000"], 1.0)}
+
+
+def bytes_of_step(ranks, flags):
+    """What host 0 sends, from the difference of two runs."""
+    with tempfile.NamedTemporaryFile(suffix=".txt") as text, tempfile.TemporaryDirectory() as folder:
+        text.write(b"warp and weft " * 4000)
+        text.flush()
+        sent = [on_hosts(None, ranks, "train", *MODEL, *serial(flags), "--data-path", text.name, "--split", "9,1", "--eval-iters", 0,
+                         "--output-dir", f"{folder}/{count}", "--train-iters", count)[1] for count in (2, 4)]
+    return (sent[1] - sent[0]) / 2
+
+
+def serial(flags):
+    return [flag for flag in flags if flag != "--use-coc"]
+
+
+def bench(ranks, flags, rate, rounds):
+    return json.loads(on_hosts(rate, ranks, "bench", "step", *MODEL, *flags, "--train-iters", rounds, "--json")[0])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=argparse.FileType("a"))
+    args = parser.parse_args()
+    print(f"{'':<6} {'MB/step':>8} {'Mbit/s':>7} {'step s':>7} {'serial':>7} {'gloo':>7} {'no comm':>7}  gloo/step  gain over serial  hidden")
+    for case in args.case or CASES:
+        ranks, flags, ratio = CASES[case]
+        sent = bytes_of_step(ranks, flags)
+        rate = sent * 8 / (bench(ranks, flags, None, 3)["no_comm_step_s"] * ratio)
+        line = bench(ranks, flags, rate, args.rounds)
+        line |= {"case": case, "rate_bits_per_s": rate, "bytes_per_step": sent}
+        times = [line[key] for key in ("step_s", "serial_step_s", "serial_gloo_step_s", "no_comm_step_s")]
+        print(f"{case:<6} {1e-6 * sent:>8.1f} {1e-6 * rate:>7.0f} {times[0]:>7.3f} {times[1]:>7.3f} {times[2]:>7.3f} {times[3]:>7.3f}  "
+              f"{times[2] / times[0]:>9.2f}  {1 - times[0] / times[1]:>15.1%}  {line['hidden_by_steps']:>6.1%}", flush=True)
+        if args.json:
+            args.json.write(json.dumps(line) + "\n")
+            args.json.flush()
+
+
+if __name__ == "__main__":
+    main()
