@@ -172,7 +172,7 @@ std::vector<Disagreement> disagreements() {
     result.push_back({"fused", {Mode::fused}, true, rows_known});
     result.push_back({"auto", {Mode::automatic}, true, rows_known});
   }
-  // With rows that are known, no headers travel over the network (docs/errors.md).
+  // With rows that are known the group cannot go on: below.
   result.push_back({"serial", {Mode::serial}, false});
   result.push_back({"chunked", {Mode::chunked, 3}, false});
   return result;
@@ -225,33 +225,49 @@ TEST_P(GatherOfUnequalShards, IsTheSameErrorOnEveryRankAndTheGroupWorksOn) {
 
 /// Between hosts, where the group can't go on; a rank that has only heard of it names who differs.
 TEST(CollectiveMatmulErrors, DisagreementBetweenHostsIsAnErrorOfAll) {
-  for (const test::HostNumbers& hosts :
-       std::vector<test::HostNumbers>{{0, 1}, {0, 1, 2}, {0, 0, 1}, {0, 1, 1, 0}}) {
-    const int size = static_cast<int>(hosts.size());
-    std::vector<std::string> texts(hosts.size());
-    run_ranks(
-        size,
-        [&](const auto& group) {
-          expect_works(*group);
-          const std::int64_t n = group->rank() == size - 1 ? 6 : 5;
-          for (int repeat = 0; repeat < 2; ++repeat) {
-            std::string text;
-            try {
-              (void)matmul_all_reduce(*group, at::ones({4, 3}), at::ones({n, 3}), {},
-                                      {Mode::chunked, 2});
-            } catch (const c10::Error& error) {
-              text = error.what_without_backtrace();
+  struct Call {
+    const char* disagree_in;
+    std::function<void(const Group&, bool is_other)> run;
+  };
+  const std::vector<Call> calls{
+      {"n: 5 and 6",
+       [](const Group& group, bool is_other) {
+         (void)matmul_all_reduce(group, at::ones({4, 3}), at::ones({is_other ? 6 : 5, 3}), {},
+                                 {Mode::chunked, 2});
+       }},
+      {"rows and tiles (hash): ",
+       [](const Group& group, bool is_other) {
+         (void)all_gather_matmul(group, at::ones({8, 3}), at::ones({5, 3}), {},
+                                 {Mode::chunked, is_other ? 4 : 2});
+       }}};
+  for (const Call& call : calls) {
+    for (const test::HostNumbers& hosts :
+         std::vector<test::HostNumbers>{{0, 1}, {0, 1, 2}, {0, 0, 1}, {0, 1, 1, 0}}) {
+      const int size = static_cast<int>(hosts.size());
+      std::vector<std::string> texts(hosts.size());
+      run_ranks(
+          size,
+          [&](const auto& group) {
+            expect_works(*group);
+            for (int repeat = 0; repeat < 2; ++repeat) {
+              std::string text;
+              try {
+                call.run(*group, group->rank() == size - 1);
+              } catch (const c10::Error& error) {
+                text = error.what_without_backtrace();
+              }
+              EXPECT_THAT(text, AnyOf(HasSubstr(fmt::format("and {} of group", size - 1)),
+                                      HasSubstr("lost rank")));
+              texts[static_cast<std::size_t>(group->rank())] = text;
             }
-            EXPECT_THAT(text, AnyOf(HasSubstr(fmt::format("and {} of group", size - 1)),
-                                    HasSubstr("lost rank")));
-            texts[static_cast<std::size_t>(group->rank())] = text;
-          }
-        },
-        test::on_hosts(hosts, std::chrono::seconds(5)));
-    EXPECT_THAT(texts.back(), HasSubstr("disagree in n: 5 and 6")) << test::name_of(hosts);
-    for (const std::string& text : texts) {
-      if (hosts == test::apart(size)) {
-        EXPECT_EQ(text, texts[0]);
+          },
+          test::on_hosts(hosts, std::chrono::seconds(5)));
+      EXPECT_THAT(texts.back(), HasSubstr(fmt::format("disagree in {}", call.disagree_in)))
+          << test::name_of(hosts);
+      for (const std::string& text : texts) {
+        if (hosts == test::apart(size)) {
+          EXPECT_EQ(text, texts[0]);
+        }
       }
     }
   }
@@ -273,6 +289,30 @@ TEST(CollectiveMatmulErrors, DisagreementIsTheSameErrorOnEveryRank) {
                   .template item<float>(),
               9);
   });
+}
+
+/// What a rank has sent its peers need, also where it goes on with an error of its own.
+TEST(CollectiveMatmulErrors, BetweenHostsARanksOwnErrorHoldsUpNobody) {
+  for (const test::HostNumbers& hosts : std::vector<test::HostNumbers>{{0, 1}, {0, 1, 1}}) {
+    const int size = static_cast<int>(hosts.size());
+    run_ranks(
+        size,
+        [&](const auto& group) {
+          const std::int64_t rows = 4 * size;
+          const auto run = [&](std::int64_t rows_of_dy) {
+            constexpr std::int64_t kFeatures = 1 << 20;  // more bytes than fit into a socket
+            all_gather_wgrad(*group, at::ones({rows_of_dy, 2}), at::ones({4, kFeatures}),
+                             at::empty({2, kFeatures}), false, {Mode::chunked, 2});
+          };
+          if (group->rank() == 0)
+            EXPECT_THAT(test::value_error([&] { run(rows + 1); }), HasSubstr("dy"));
+          else
+            run(rows);
+          expect_works(*group);
+        },
+        test::on_hosts(hosts, std::chrono::seconds(5)));
+  }
+  num_dropped_pending = 0;  // on purpose here
 }
 
 }  // namespace

@@ -138,12 +138,13 @@ Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
   }
   for (int step = 1; step < group.size(); ++step) {
     const int to = (group.rank() + step) % group.size();
-    messages.push_back(operation->send(Hop::first, part(in, send_rows, to), to));
+    operation->send(Hop::first, part(in, send_rows, to), to);
   }
   at::Tensor(part(out, recv_rows, group.rank())).copy_(part(in, send_rows, group.rank()));
   return Pending<at::Tensor>([in, out, messages, operation]() mutable {
     const trace::Operation resumed(kOp, trace::resumed);
     for (Message& message : messages) message.wait();
+    operation->finish();
     operation.reset();
     return out;
   });

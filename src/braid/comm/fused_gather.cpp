@@ -45,12 +45,12 @@ class FusedGather final : public GatherStream {
         name_(name),
         x_(x_shard),
         rows_(std::move(rows)),
+        num_tiles_(group.on_one_host() ? 0 : useful_chunks(num_tiles, rows_)),
         lease_(group.memory()->start(header(), slot_bytes())) {
     if (!lease_.is_stub() && is_read())
       store_to_slot(slot_tensor(lease_, group.rank(), 0, x_.sizes(), x_.scalar_type()), x_);
     lease_.publish(1);
     if (group.on_one_host()) return;
-    num_tiles_ = useful_chunks(num_tiles, rows_);
     exchange();
   }
 
@@ -76,7 +76,7 @@ class FusedGather final : public GatherStream {
       const int rank = away_[guest_++];
       if (const RowRange rows = range(rank, piece_); rows.length > 0) return tile_of(rank, rows);
     }
-    for (Message& message : sent_) message.wait();
+    if (operation_) operation_->finish();
     operation_.reset();
     lease_.release();
     return std::nullopt;
@@ -111,6 +111,9 @@ class FusedGather final : public GatherStream {
     header.k = x_.size(1);
     header.rows = x_.size(0);
     header.set_rows_of_ranks(rows_);
+    if (num_tiles_ > 0)
+      header.set_variant("rows and tiles (hash)",
+                         static_cast<std::int64_t>(c10::get_hash(rows_, num_tiles_)));
     return header;
   }
   std::size_t slot_bytes() const {
@@ -142,8 +145,8 @@ class FusedGather final : public GatherStream {
     for (int p = 0; p < num_tiles_; ++p) {
       const RowRange rows = range(group_.rank(), p);
       for (const int host : hosts.others(group_.rank()))
-        sent_.push_back(operation_->send(Hop::first, x.narrow(0, rows.begin, rows.length),
-                                         hosts.proxy(group_.rank(), host)));
+        operation_->send(Hop::first, x.narrow(0, rows.begin, rows.length),
+                         hosts.proxy(group_.rank(), host));
     }
     int count = 0;
     for (auto& [message, place] : arrivals) {
@@ -185,9 +188,8 @@ class FusedGather final : public GatherStream {
   const char* name_;
   at::Tensor x_;
   std::vector<std::int64_t> rows_;
+  const int num_tiles_;  // of a rank's rows on the wire
   SharedMemory::Lease lease_;
-  int num_tiles_ = 0;
-  std::vector<Message> sent_;
   std::size_t num_given_ = 0;  // shards of this host
   std::vector<int> away_;      // ranks of other hosts, in the order of their tiles
   int piece_ = 0;

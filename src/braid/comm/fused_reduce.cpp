@@ -112,8 +112,7 @@ class FusedReduce final : public ReduceStream {
             reduced_place(station, tile));
       }
     }
-    for (Message& message : sent_) message.wait();
-    for (Message& message : sent_on_) message.wait();
+    if (operation_) operation_->finish();
     operation_.reset();
     if (kept && shape_.all_reduce)
       lease_.release_and_wait();
@@ -288,7 +287,7 @@ class FusedReduce final : public ReduceStream {
       if (shape_.all_reduce) lease_.publish_result(1);
     } else if (tile_.owner != rank_) {
       if (own_apart_) wait_and_sum();
-      sent_.push_back(send(Hop::first, tile_, tile_.owner));
+      send(Hop::first, tile_, tile_.owner);
     } else {
       if (own_apart_) wait_for_partials();
       operation_->submit([this, piece = tile_.piece] { finish_piece(piece); });
@@ -303,13 +302,13 @@ class FusedReduce final : public ReduceStream {
     }
   }
 
-  Message send(Hop hop, const Tile& tile, int peer) {
+  void send(Hop hop, const Tile& tile, int peer) {
     const at::Tensor out = wire_place(rank_, tile);
     if (!partials_are_results()) {
       const trace::Span span(trace::Kind::copy, "publish");
       at::Tensor(out).copy_(first_place(rank_, tile));
     }
-    return operation_->send(hop, out, peer);
+    operation_->send(hop, out, peer);
   }
 
   /// Step: the own rows of a piece, once the other hosts' sums are there.
@@ -331,7 +330,7 @@ class FusedReduce final : public ReduceStream {
     tsan::write(sum.data_ptr(), sum.nbytes());
     if (shape_.all_reduce)
       for (const int host : hosts_.others(rank_))
-        sent_on_.push_back(send(Hop::second, tile, hosts_.proxy(rank_, host)));
+        send(Hop::second, tile, hosts_.proxy(rank_, host));
     lease_.publish_result(piece + 1);
   }
 
@@ -403,7 +402,6 @@ class FusedReduce final : public ReduceStream {
   };
   std::vector<std::vector<Message>> arrivals_;  // by piece: the other hosts' sums for the own rows
   std::vector<Arriving> results_;               // of guests
-  std::vector<Message> sent_, sent_on_;         // by this thread, by steps
   at::Tensor result_;
   std::optional<Wire::Operation> operation_;  // between hosts
 };

@@ -148,14 +148,19 @@ void Group::fail_disagreed(const char* op, const std::string& text) const {
            c10::ValueError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
 }
 
+void Group::keep_failure(std::exception_ptr error) const {
+  keep(rank_, "a step between hosts", std::move(error));
+}
+
+void Group::keep(int lost, const char* op, std::exception_ptr error) const {
+  const std::lock_guard lock(mutex_);
+  if (error_ != nullptr) return;
+  error_ = std::move(error);
+  memory_->fail_from_outside(lost, op, error_);
+}
+
 void Group::fail(int lost, const char* op, std::exception_ptr error) const {
-  {
-    const std::lock_guard lock(mutex_);
-    if (error_ == nullptr) {
-      error_ = std::move(error);
-      memory_->fail_from_outside(lost, op, error_);
-    }
-  }
+  keep(lost, op, std::move(error));
   if (!wire_->is_progress_thread()) memory_->check_usable();
   std::rethrow_exception(error_);
 }

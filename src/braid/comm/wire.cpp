@@ -26,8 +26,7 @@ at::Tensor bytes_of(const Header& header) {
 std::uint32_t hash_of(const Header& header) {
   const std::int64_t rows = header.rows_agree ? header.rows : -1;
   return static_cast<std::uint32_t>(c10::get_hash(std::string_view(header.op), header.dtype,
-                                                  header.n, header.k, header.variant, rows) &
-                                    0x1ffff);
+                                                  header.n, header.k, header.variant, rows));
 }
 
 }  // namespace
@@ -53,6 +52,19 @@ Wire::Operation::Operation(Wire& wire, const char* name, const Header& header)
 }
 
 Wire::Operation::~Operation() {
+  try {
+    finish();
+  } catch (const std::exception&) {  // the group has it
+  }
+}
+
+void Wire::Operation::finish() {
+  wait_for_steps();
+  if (!wire_.group_.memory()->is_usable()) return;
+  for (Message& message : std::exchange(sent_, {})) message.wait();
+}
+
+void Wire::Operation::wait_for_steps() {
   std::unique_lock lock(wire_.mutex_);
   if (*left_ > 0 && !wire_.group_.memory()->is_usable()) wire_.give_up(lock);
   wire_.changed_.wait(lock, [this] { return *left_ == 0; });
@@ -71,7 +83,7 @@ void Wire::Operation::compare(const Header& header) {
     if (peer != rank) messages.push_back(receive(Hop::header, headers.back(), peer));
   }
   for (const int host : hosts.others(rank))
-    messages.push_back(send(Hop::header, bytes_of(header), hosts.proxy(rank, host)));
+    send(Hop::header, bytes_of(header), hosts.proxy(rank, host));
   submit([this, ranks, headers, messages]() mutable {
     for (Message& message : messages) message.wait();
     std::vector<Header> all;
@@ -82,9 +94,10 @@ void Wire::Operation::compare(const Header& header) {
   });
 }
 
-int Wire::Operation::tag(Hop hop) const {
-  return sequence_ << 19 | static_cast<int>(hop) << 17 |
-         static_cast<int>(hop == Hop::header ? 0 : hash_);
+int Wire::Operation::tag(Hop hop, const at::Tensor& x) const {
+  const std::uint32_t hash =
+      hop == Hop::header ? 0 : static_cast<std::uint32_t>(c10::get_hash(hash_, x.nbytes()));
+  return sequence_ << 19 | static_cast<int>(hop) << 17 | static_cast<int>(hash & 0x1ffff);
 }
 
 template <class Post>
@@ -105,15 +118,17 @@ Message Wire::Operation::post(const at::Tensor& x, int peer, Post&& start) {
   return message;
 }
 
-Message Wire::Operation::send(Hop hop, const at::Tensor& x, int peer) {
-  return post(x, peer, [&](c10d::Backend& backend, auto& tensors) {
-    return backend.send(tensors, peer, tag(hop));
+void Wire::Operation::send(Hop hop, const at::Tensor& x, int peer) {
+  Message message = post(x, peer, [&](c10d::Backend& backend, auto& tensors) {
+    return backend.send(tensors, peer, tag(hop, x));
   });
+  const std::lock_guard lock(wire_.mutex_);
+  sent_.push_back(std::move(message));
 }
 
 Message Wire::Operation::receive(Hop hop, const at::Tensor& x, int peer) {
   return post(x, peer, [&](c10d::Backend& backend, auto& tensors) {
-    return backend.recv(tensors, peer, tag(hop));
+    return backend.recv(tensors, peer, tag(hop, x));
   });
 }
 
@@ -178,8 +193,12 @@ void Wire::run() {
     bool failed = false;
     try {
       step.run();
-    } catch (const std::exception&) {  // the group has it already
+    } catch (const std::exception&) {
       failed = true;
+      lock.lock();
+      const bool is_aborted = given_up_;
+      lock.unlock();
+      if (!is_aborted) group_.keep_failure(std::current_exception());
     }
     step.run = nullptr;  // what it holds goes before its operation
     lock.lock();

@@ -7,7 +7,8 @@
 // wait for; so operations that all ranks start in the same order never wait for each other in a circle.
 //
 // NOTE [tags]. A message's tag holds the operation's number among those in flight, the hop, and a hash of the
-// operation's header. So what ranks that disagree send never meets what the others wait for. The headers
+// operation's header and of the message's bytes. So what ranks that disagree send never meets what the others
+// wait for. The headers
 // themselves travel when an operation has one for the first time; ranks that differ then throw the same
 // ValueError. Ranks that come to different operations, all known, wait in vain until the time-out.
 #pragma once
@@ -94,21 +95,25 @@ class Wire::Operation {
  public:
   ///   name   the header's, a string literal
   Operation(Wire& wire, const char* name, const Header& header);
-  /// Waits for the steps; drops them when the group is unusable.
+  /// Waits for the steps and for what was sent, which peers need whatever happened here; drops them when the group
+  /// is unusable.
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
   /// Messages of one hop from one rank to another arrive in the order in which they are sent. Post receives first.
-  Message send(Hop hop, const at::Tensor& x, int peer);
+  void send(Hop hop, const at::Tensor& x, int peer);
   Message receive(Hop hop, const at::Tensor& x, int peer);
   /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later ones
   /// are dropped.
   void submit(std::function<void()> step);
+  /// Waits for the steps, and until the network has taken all that was sent. Errors: DistBackendError, by Group::naming.
+  void finish();
 
  private:
   void compare(const Header& header);
-  int tag(Hop hop) const;
+  int tag(Hop hop, const at::Tensor& x) const;
+  void wait_for_steps();
   template <class Post>
   Message post(const at::Tensor& x, int peer, Post&& start);
 
@@ -117,6 +122,7 @@ class Wire::Operation {
   int sequence_;
   std::uint32_t hash_;
   std::shared_ptr<int> left_ = std::make_shared<int>(0);  // steps
+  std::vector<Message> sent_;
 };
 
 }  // namespace braid
