@@ -1,6 +1,6 @@
 # The front door: what a person or CI does with braid. `make help` lists it.
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-tsan test-asan test-fuzz bench lint clean
+.PHONY: help setup build train test test-tsan test-asan test-fuzz test-faults bench lint clean
 jobs := $(shell nproc)
 build = cmake --build $(1) -j $(jobs)
 # CMake configures once; later changes of its files are seen by the build itself.
@@ -40,6 +40,10 @@ test-asan: setup  ## the tests of core, comm and ops under AddressSanitizer
 	@$(call configure,build-asan,asan)
 	@$(call build,build-asan)
 	@ctest --test-dir build-asan --output-on-failure
+
+test-faults: build  ## ranks on several hosts killed, frozen and cut off, 50 times each way: an hour
+	@$(call build,build) --target braid_test_operation
+	@.venv/bin/python tests/hosts/faults_test.py build/braid build/braid_test_operation 50
 
 bench: build  ## the standing measurements, into bench/results
 	@tools/setup.sh test

@@ -13,20 +13,19 @@ import hosts
 
 TIMEOUT = 2
 FORWARD_AND_BACKWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul_backward")
-SAYS = (r"{op}: group run rank {rank}: (lost rank (?P<lost>\d+)( \(of the host with ranks (?P<behind>[\d, ]+)\))?"
-        r"|rank (?P<late>\d+) did not come within the time-out|rank \d+ waited in vain for this rank).*: "
-        r"(?P<elapsed>[\d.]+) s elapsed of at most")
+SAYS = (r"\w+: group run rank {}: (?P<lost_>lost )?rank (?P<lost>\d+)( \(of the host with ranks (?P<behind>[\d, ]+)\))?"
+        r"(?(lost_)| did not come within the time-out).*: (?P<elapsed>[\d.]+) s elapsed of at most")
 
 
 class Ranks:
     """Ranks without a launcher that would end them, in an endless loop of one operation."""
 
-    def __init__(self, program, operation, num_hosts, ranks_of_host, flags=()):
+    def __init__(self, program, operation, num_hosts, ranks_of_host, flags=(), timeout=TIMEOUT):
         self.folder = tempfile.TemporaryDirectory()
         self.operation, self.size, self.ranks_of_host = operation, num_hosts * ranks_of_host, ranks_of_host
         ready = os.path.join(self.folder.name, "ready")
         one = (f"RANK=$((NODE_RANK * {ranks_of_host} + i)) WORLD_SIZE={self.size} LOCAL_RANK=$i LOCAL_WORLD_SIZE={ranks_of_host} "
-               f"{program} loop {operation} {TIMEOUT} {ready}")
+               f"{program} loop {operation} {timeout} {ready}")
         # $i: the code of each, as rank:code
         self.run = hosts.Run(num_hosts, f"export TORCH_CPP_LOG_LEVEL=ERROR; for i in $(seq 0 {ranks_of_host - 1}); do "
                              f"( {one}; echo $((NODE_RANK * {ranks_of_host} + i)):$? ) & done; wait", flags)
@@ -68,22 +67,24 @@ class Ranks:
 
     def expect_blame(self, said, rank, lost, longest):
         """The line in which a rank says whom it lost."""
-        line = re.search(SAYS.format(op=r"\w+", rank=rank), said)
-        assert line, f"{self.operation}: rank {rank} did not say what happened:\n{said}"
-        blamed = line["late"] or line["lost"]
-        assert blamed is not None and int(blamed) in lost, f"{self.operation}: rank {rank} blames {blamed}, not one of {lost}:\n{said}"
+        line = re.search(SAYS.format(rank), said)
+        assert line, f"{self.operation}: rank {rank} did not say whom it lost:\n{said}"
+        assert int(line["lost"]) in lost, f"{self.operation}: rank {rank} blames {line['lost']}, not one of {lost}:\n{said}"
+        first = int(line["lost"]) // self.ranks_of_host * self.ranks_of_host
+        behind = ", ".join(map(str, range(first, first + self.ranks_of_host))) if self.ranks_of_host > 1 else None
+        assert line["behind"] == behind, line[0]
         assert float(line["elapsed"]) <= longest, line[0]
 
 
 def killed(program, operation, layout, victim):
-    ranks = Ranks(program, operation, *layout)
+    ranks = Ranks(program, operation, *layout, timeout=30)
     time.sleep(random.uniform(0, 0.05))
     os.kill(ranks.pids()[victim], signal.SIGKILL)
-    seconds = ranks.wait_until_left([], limit=TIMEOUT + 2)
+    seconds = ranks.wait_until_left([], limit=2)
     said, codes = ranks.end()
     for rank in set(range(ranks.size)) - {victim}:
         assert codes[rank] == 1, codes
-        ranks.expect_blame(said, rank, [victim], TIMEOUT + 1)
+        ranks.expect_blame(said, rank, [victim], 2)
     return seconds
 
 
@@ -117,7 +118,7 @@ def cut(program, operation, layout, host):
 
 def main(_, program, rounds=1):
     hosts.skip_where_there_are_none()
-    cases = [(fault, layout, victim) for fault in (killed, frozen) for layout, victims in (((2, 1), (0, 1)), ((2, 2), (1, 3)), ((3, 1), (1,)))
+    cases = [(fault, layout, victim) for fault in (killed, frozen) for layout, victims in (((2, 1), (0, 1)), ((2, 2), (1, 3)), ((3, 1), (1, 0)))
              for victim in victims] + [(cut, layout, host) for layout, host in (((2, 1), 0), ((2, 2), 1), ((3, 1), 1))]
     for i in range(int(rounds)):
         for number, (fault, layout, victim) in enumerate(cases):

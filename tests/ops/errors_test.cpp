@@ -235,8 +235,7 @@ TEST(CollectiveMatmulErrors, DisagreementBetweenHostsIsAnErrorOfAll) {
          (void)matmul_all_reduce(group, at::ones({4, 3}), at::ones({is_other ? 6 : 5, 3}), {},
                                  {Mode::chunked, 2});
        }},
-      {"rows and tiles (hash): ",
-       [](const Group& group, bool is_other) {
+      {"rows and tiles (hash): ", [](const Group& group, bool is_other) {
          (void)all_gather_matmul(group, at::ones({8, 3}), at::ones({5, 3}), {},
                                  {Mode::chunked, is_other ? 4 : 2});
        }}};

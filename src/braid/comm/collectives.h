@@ -11,8 +11,8 @@
 //           in wait(). Inputs stay unwritten until wait(). Between hosts a reduction's start waits
 //           for the ranks of this host
 //   Errors  ValueError before any payload, the same on every rank, when dtypes or shapes disagree
-//           (between hosts the group is unusable then); DistBackendError naming op, group, rank, peer,
-//           elapsed time and time-out when a peer is lost
+//           (between hosts: see docs/errors.md; the group is unusable then); DistBackendError naming op,
+//           group, rank, peer, elapsed time and time-out when a peer is lost
 #pragma once
 
 #include <ATen/ATen.h>

@@ -2,7 +2,6 @@
 #include "braid/comm/group.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <atomic>
 #include <future>
@@ -124,14 +123,11 @@ void Group::naming(const char* op, int peer, const std::function<void()>& f) con
   } catch (const std::exception& error) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - since;
     const int lost = find_lost(peer, peer, elapsed < timeout());
-    const auto& behind = hosts_.neighbours(lost);
     std::string text = fmt::format("{}: group {} rank {}: ", op, name_, rank_);
     if (lost == rank_) {
       text += fmt::format("rank {} waited in vain for this rank, and gave up", peer);
     } else {
-      text += fmt::format("lost rank {}", lost);
-      if (behind.size() > 1)
-        text += fmt::format(" (of the host with ranks {})", fmt::join(behind, ", "));
+      text += fmt::format("lost rank {}", hosts_.text_of(lost));
       if (lost != peer) text += fmt::format(", which rank {} waited for", peer);
     }
     text += fmt::format(": {:.3f} s elapsed of at most {:.3f} s: {}", elapsed.count(),

@@ -1,6 +1,9 @@
 // Sorts ranks by their hosts.
 #include "braid/comm/hosts.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -21,6 +24,11 @@ Hosts::Hosts(const std::vector<int>& first_on_host, int most) {
     host_of_.push_back(host);
     index_.push_back(num_ranks++);
   }
+}
+
+std::string Hosts::text_of(int rank) const {
+  if (count() < 2 || neighbours(rank).size() == 1) return std::to_string(rank);
+  return fmt::format("{} (of the host with ranks {})", rank, fmt::join(neighbours(rank), ", "));
 }
 
 std::vector<int> Hosts::others(int rank) const {

@@ -5,6 +5,7 @@
 // another host, by their places on the hosts; a rank is its own proxy at home.
 #pragma once
 
+#include <string>
 #include <vector>
 
 namespace braid {
@@ -36,6 +37,8 @@ class Hosts {
   std::vector<int> guests(int rank) const;
   /// The place of `guest` among the guests of its proxy on `host`.
   int guest_number(int guest, int host) const;
+  /// For errors: the rank and, where there are several hosts, who else may be behind a wire that was cut.
+  std::string text_of(int rank) const;
 
  private:
   std::vector<std::vector<int>> ranks_;

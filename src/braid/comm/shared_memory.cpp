@@ -34,14 +34,6 @@ constexpr std::uint64_t released(std::int64_t sequence) {
   return static_cast<std::uint64_t>(sequence) << 16;
 }
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return braid::text_of(known);
-  }
-}
-
 constexpr std::size_t round_up(std::size_t n, std::size_t unit) {
   return (n + unit - 1) / unit * unit;
 }
@@ -109,6 +101,7 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
   hosts = std::move(exchange.hosts);
   auto memory =
       std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts.neighbours(rank), rank));
+  memory->hosts_ = hosts;
   memory->timeout_ = timeout;
   memory->regions_ = std::move(exchange.regions);
   memory->sockets_ = std::move(exchange.sockets);
@@ -257,10 +250,11 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
     if (loss->rank == name(own_))
       fail(*loss, fmt::format("{}: rank {} waited in vain for this rank in {}, and gave up: {}",
                               who, first == name(own_) ? loss->seen_by : first, loss->op, times));
+    const std::string lost = hosts_.text_of(loss->rank);
     if (is_late)
       fail(*loss,
-           fmt::format("{}: rank {} did not come within the time-out: {}", who, loss->rank, times));
-    fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, loss->rank,
+           fmt::format("{}: rank {} did not come within the time-out: {}", who, lost, times));
+    fail(*loss, fmt::format("{}: lost rank {} (it was in, or expected in, {}): {}", who, lost,
                             loss->op, times));
   }
   mine.waits_for.store(0, std::memory_order_relaxed);

@@ -145,6 +145,7 @@ class SharedMemory {
   void join_disagreement(const char* op);
 
   std::string group_;
+  Hosts hosts_;
   std::vector<int> ranks_;  // of this host, by index
   std::vector<int> index_;  // by rank; -1 elsewhere
   int own_ = 0;             // the index of this rank

@@ -107,7 +107,8 @@ class Wire::Operation {
   /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later ones
   /// are dropped.
   void submit(std::function<void()> step);
-  /// Waits for the steps, and until the network has taken all that was sent. Errors: DistBackendError, by Group::naming.
+  /// Waits for the steps, and until the network has taken all that was sent. Errors: DistBackendError, by
+  /// Group::naming.
   void finish();
 
  private:
