@@ -33,7 +33,7 @@ def wire_bytes(op, k_of_rank):
 def on_hosts(rate, ranks_of_host, *words):
     """The standard output of host 0 and the bytes that it has sent; braid's words on two hosts, whose wire has a rate or no limit."""
     wire = ["--rate", f"{int(rate)}bit"] if rate else []
-    run = subprocess.run([ROOT / "tools/hosts.sh", *wire, "2", "sh", "-c", LAUNCH.format(ranks_of_host), ROOT / "build/braid", *map(str, words)],
+    run = subprocess.run([ROOT / "tools/hosts.sh", *wire, str(RANKS), "sh", "-c", LAUNCH.format(ranks_of_host), ROOT / "build/braid", *map(str, words)],
                          capture_output=True, text=True)
     if run.returncode:
         sys.exit(run.stderr)
@@ -46,13 +46,26 @@ def bench(op, k_of_rank, rate, rounds):
     return json.loads(out)
 
 
-def main():
+def arguments(name, choices):
+    """A parser of what all benches over hosts take; `name` of its choices may be given several times."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--op", action="append", choices=OPS)
-    parser.add_argument("--k", action="append", type=int)
-    parser.add_argument("--wire", action="append", type=float)
+    parser.add_argument(name, action="append", choices=choices)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=argparse.FileType("a"))
+    return parser
+
+
+def keep(file, line):
+    """Adds a line to the results, where they are asked for."""
+    if file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+
+
+def main():
+    parser = arguments("--op", OPS)
+    parser.add_argument("--k", action="append", type=int)
+    parser.add_argument("--wire", action="append", type=float)
     args = parser.parse_args()
     print(f"{'':<22} {'k':>5} {'wire':>5} {'gemm ms':>8} {'wire ms':>8} {'Mbit/s':>7}   auto serial  gloo  plan        cpu ms/MB")
     for op in args.op or OPS:
@@ -68,9 +81,7 @@ def main():
                       f"{0.5 * (line['auto_s'] + line['auto_again_s']) / limit:>5.2f} {line['serial_shm_s'] / limit:>6.2f} "
                       f"{line['serial_gloo_s'] / limit:>5.2f}  {line['auto_mode']:<11} "
                       f"{1e3 * line['comm_cpu_s'] / (wire_bytes(op, k) / 2**20):>6.2f}", flush=True)
-                if args.json:
-                    args.json.write(json.dumps(line) + "\n")
-                    args.json.flush()
+                keep(args.json, line)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ The cases: tp      TP 2 over the hosts, a wire on which the step's bytes travel 
 Columns: the step; the same without overlap; over the process group's collectives; without transfers. Hidden: the share of what a serial step
 takes beyond the last.
 """
-import argparse
 import json
 import tempfile
 
-from hosts import on_hosts
+from hosts import arguments, keep, on_hosts
 
 MODEL = ("--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --seq-length 512 --vocab-size 256 "
          "--micro-batch-size 2 --lr 1e-4").split()
@@ -39,11 +38,7 @@ def bench(ranks, flags, rate, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=argparse.FileType("a"))
-    args = parser.parse_args()
+    args = arguments("--case", CASES).parse_args()
     print(f"{'':<6} {'MB/step':>8} {'Mbit/s':>7} {'step s':>7} {'serial':>7} {'gloo':>7} {'no comm':>7}  gloo/step  gain over serial  hidden")
     for case in args.case or CASES:
         ranks, flags, ratio = CASES[case]
@@ -54,9 +49,7 @@ def main():
         times = [line[key] for key in ("step_s", "serial_step_s", "serial_gloo_step_s", "no_comm_step_s")]
         print(f"{case:<6} {1e-6 * sent:>8.1f} {1e-6 * rate:>7.0f} {times[0]:>7.3f} {times[1]:>7.3f} {times[2]:>7.3f} {times[3]:>7.3f}  "
               f"{times[2] / times[0]:>9.2f}  {1 - times[0] / times[1]:>15.1%}  {line['hidden_by_steps']:>6.1%}", flush=True)
-        if args.json:
-            args.json.write(json.dumps(line) + "\n")
-            args.json.flush()
+        keep(args.json, line)
 
 
 if __name__ == "__main__":

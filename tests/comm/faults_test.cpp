@@ -99,7 +99,7 @@ INSTANTIATE_TEST_SUITE_P(BetweenHosts, KilledRank,
                                           testing::ValuesIn(kSeveralHosts)),
                          name_of_case);
 INSTANTIATE_TEST_SUITE_P(BetweenHosts, FrozenRank,
-                         testing::Combine(testing::Values(cases().back()),
+                         testing::Combine(testing::ValuesIn(cases_of_freezes()),
                                           testing::ValuesIn(kSeveralHosts)),
                          name_of_case);
 

@@ -51,7 +51,8 @@ inline void expect_frozen_rank_is_named(const Operation& operation, const HostNu
     EXPECT_EQ(ended.exit_code, 1) << "rank " << survivor << ": signal " << ended.signal;
     EXPECT_THAT(ended.output,
                 testing::ContainsRegex(
-                    "rank 1( .of the host with ranks [0-9, ]+.)? did not come|lost rank 1"));
+                    "rank 1( .of the host with ranks [0-9, ]+.)? did not come within the "
+                    "time-out|lost rank 1"));
     outputs += ended.output;
   }
   ranks.thaw(1);

@@ -8,9 +8,8 @@
 //
 // NOTE [tags]. A message's tag holds the operation's number among those in flight, the hop, and a hash of the
 // operation's header and of the message's bytes. So what ranks that disagree send never meets what the others
-// wait for. The headers
-// themselves travel when an operation has one for the first time; ranks that differ then throw the same
-// ValueError. Ranks that come to different operations, all known, wait in vain until the time-out.
+// wait for. The headers themselves travel when an operation has one for the first time; ranks that differ then
+// throw the same ValueError. Ranks that come to different operations, all known, wait in vain until the time-out.
 #pragma once
 
 #include <ATen/ATen.h>
