@@ -6,6 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "tests/support/environment.h"
 #include "tests/support/folders.h"
 #include "tests/support/pids.h"
@@ -97,16 +99,20 @@ TEST(Launch, KilledRankEndsTheRunAndIsNamed) {
   Folder folder;
   pid_t killed = 0;
   Clock::time_point kill_time;
+  std::atomic<bool> has_ended = false;
+  // It does not block SIGCHLD, and so may take it from the launcher.
   std::thread killer([&] {
     killed = folder.wait_for_pid("rank1");
     folder.wait_for("rank0");
     kill_time = Clock::now();
     ::kill(killed, SIGKILL);
+    test::holds_within(20s, [&] { return has_ended.load(); });
   });
   // SIGTERM is ignored: the survivor has to be killed.
   const auto outcome = launch_shells(
       2, folder, "trap '' TERM; " + std::string(kSleeper) + "while :; do sleep 0.1; done");
   const auto end_time = Clock::now();
+  has_ended = true;
   killer.join();
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.said, HasSubstr("rank 1 (pid " + std::to_string(killed) +

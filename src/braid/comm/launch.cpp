@@ -29,6 +29,8 @@ constexpr std::chrono::milliseconds kGraceAfterInterrupt{5000};
 constexpr std::chrono::milliseconds kGraceOfOthers{
     7000};  // for other hosts to tell how their ranks ended
 constexpr std::chrono::milliseconds kStoreTimeout{1000};  // of a report
+// A thread of the caller that does not block SIGCHLD may take it: ranks are looked at this often anyway.
+constexpr std::chrono::milliseconds kMostWait{250};
 
 /// Blocks SIGCHLD and, unless they are ignored, SIGINT, SIGTERM and SIGTSTP, to take them one by one;
 /// restores all in the end.
@@ -60,11 +62,12 @@ class Signals {
 
   const sigset_t& mask_before() const { return old_; }
 
-  /// Waits for a signal, for a socket to be readable or for the deadline.
+  /// Waits for a signal, for a socket to be readable or for the deadline; kMostWait at most.
   void wait(const std::vector<int>& sockets, std::optional<Clock::time_point> deadline) const {
     std::vector<pollfd> entries{{readable_.get(), POLLIN, 0}};
     for (const int socket : sockets) entries.push_back({socket, POLLIN, 0});
-    ::poll(entries.data(), entries.size(), deadline ? left_ms(*deadline) : -1);
+    const auto latest = Clock::now() + kMostWait;
+    ::poll(entries.data(), entries.size(), left_ms(std::min(deadline.value_or(latest), latest)));
   }
 
   /// The next signal that has come, or 0.
