@@ -209,5 +209,24 @@ TEST(Disagreement, InTheSizeOfAGroupIsAnErrorOnEveryRankAndOtherGroupsWorkOn) {
   }
 }
 
+TEST(Disagreement, InSplitsIsTheSameErrorOnEveryRankOfSeveralHosts) {
+  for (const test::HostNumbers& hosts : std::vector<test::HostNumbers>{{0, 1}, {0, 1, 1, 0}}) {
+    const auto size = hosts.size();
+    test::run_ranks(
+        static_cast<int>(size),
+        [&](const auto& group) {
+          const std::vector<std::int64_t> ones(size, 1);
+          std::vector<std::int64_t> send = ones;
+          if (group->rank() == 0) send.back() = 2;
+          const at::Tensor x = at::ones({std::reduce(send.begin(), send.end()), 2});
+          EXPECT_THAT(
+              test::value_error([&] { (void)start_all_to_all(*group, x, send, ones).wait(); }),
+              HasSubstr(fmt::format("rank 0 of group {} sends 2 rows to rank {}, which expects 1",
+                                    group->name(), size - 1)));
+        },
+        test::on_hosts(hosts, 5s));
+  }
+}
+
 }  // namespace
 }  // namespace braid

@@ -1,6 +1,7 @@
 # Commands on hosts that tools/hosts.sh makes, and small training runs for them.
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -47,21 +48,23 @@ class Run:
         return self
 
     def processes(self):
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
+        """Of those that run: by pid, their words and their variables."""
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    if f"{MARK}={self.mark}".encode() in file.read():
-                        found.append(int(name))
+                words, variables = ([text.decode(errors="replace") for text in pathlib.Path("/proc", pid, name).read_bytes().split(b"\0")]
+                                    for name in ("cmdline", "environ"))
             except OSError:  # it has ended
-                pass
+                continue
+            if f"{MARK}={self.mark}" in variables:
+                found[int(pid)] = words, dict(variable.split("=", 1) for variable in variables if "=" in variable)
         return found
 
     def expect_nothing_left(self, limit=3):
         deadline = time.monotonic() + limit
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not self.processes(), f"processes {self.processes()} are left"
+        assert not self.processes(), f"processes are left: {[words for words, _ in self.processes().values()]}"
         names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert "host" not in names, names
 

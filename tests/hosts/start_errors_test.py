@@ -149,14 +149,9 @@ def lost_ranks(folder):
 
 
 def pid_of(run, variable, launcher):
-    found = []
-    for pid in run.processes():
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-        if variable.encode() in variables and words[0].endswith(b"braid") and (words[1] == b"launch") == launcher:
-            found.append(pid)
+    name, value = variable.split("=")
+    found = [pid for pid, (words, variables) in run.processes().items()
+             if variables.get(name) == value and words[0].endswith("braid") and (words[1] == "launch") == launcher]
     assert len(found) == 1, found
     return found[0]
 

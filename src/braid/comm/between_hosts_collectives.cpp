@@ -8,7 +8,6 @@
 #include "braid/comm/slot_tensor.h"
 #include "braid/comm/streams.h"
 #include "braid/comm/transports.h"
-#include "braid/comm/wire.h"
 
 namespace braid::between_hosts {
 namespace {
@@ -118,38 +117,6 @@ Pending<at::Tensor> start_all_reduce(const Group& group, const at::Tensor& x, Re
   });
 }
 
-Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
-                                     std::vector<std::int64_t> send_rows,
-                                     std::vector<std::int64_t> recv_rows) {
-  constexpr const char* kOp = "all_to_all";
-  const at::Tensor in = x.contiguous();
-  Header header = tensor_header(kOp, x.sizes(), x.scalar_type());
-  header.rows_agree = false;
-  auto operation = std::make_shared<Wire::Operation>(*group.wire(), kOp, header);
-  const at::Tensor out =
-      at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
-  const auto part = [](const at::Tensor& of, const std::vector<std::int64_t>& rows, int peer) {
-    return of.narrow(0, first_row(rows, peer), rows[static_cast<std::size_t>(peer)]);
-  };
-  std::vector<Message> messages;
-  for (int step = 1; step < group.size(); ++step) {
-    const int from = (group.rank() + group.size() - step) % group.size();
-    messages.push_back(operation->receive(Hop::first, part(out, recv_rows, from), from));
-  }
-  for (int step = 1; step < group.size(); ++step) {
-    const int to = (group.rank() + step) % group.size();
-    operation->send(Hop::first, part(in, send_rows, to), to);
-  }
-  at::Tensor(part(out, recv_rows, group.rank())).copy_(part(in, send_rows, group.rank()));
-  return Pending<at::Tensor>([in, out, messages, operation]() mutable {
-    const trace::Operation resumed(kOp, trace::resumed);
-    for (Message& message : messages) message.wait();
-    operation->finish();
-    operation.reset();
-    return out;
-  });
-}
-
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
   std::vector<std::int64_t> rows(static_cast<std::size_t>(group.size()), 0);
   rows[static_cast<std::size_t>(root)] = 1;
@@ -174,5 +141,5 @@ void barrier(const Group& group) {
 
 const braid::Transport braid::kBetweenHosts{
     between_hosts::start_all_gather, between_hosts::start_reduce_scatter,
-    between_hosts::start_all_reduce, between_hosts::start_all_to_all,
+    between_hosts::start_all_reduce, start_all_to_all_rows,
     between_hosts::broadcast,        between_hosts::barrier};

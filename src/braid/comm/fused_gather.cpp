@@ -19,17 +19,12 @@ int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows) {
 }
 
 RowRange tile_range(std::int64_t rows, int num_tiles, int tile) {
-  // Doubled from tile to tile: the next one is made while one travels, if a row takes twice as long to travel.
-  constexpr int kMostDoublings = 2;
-  std::int64_t before = 0, own = 0, total = 0;  // weights
-  for (int i = 0; i < num_tiles; ++i) {
-    const std::int64_t weight = std::int64_t{1} << std::min({i, num_tiles - 1 - i, kMostDoublings});
-    if (i < tile) before += weight;
-    if (i == tile) own = weight;
-    total += weight;
-  }
-  const std::int64_t begin = rows * before / total;
-  return {begin, rows * (before + own) / total - begin};
+  // In halves of an inner tile: the first and the last tile are one, the others two.
+  const std::int64_t total = std::max(2 * num_tiles - 2, 1);
+  const auto begin_of = [&](int i) {
+    return rows * (i == num_tiles ? total : std::max(2 * i - 1, 0)) / total;
+  };
+  return {begin_of(tile), begin_of(tile + 1) - begin_of(tile)};
 }
 
 namespace {

@@ -144,10 +144,6 @@ void Group::fail_disagreed(const char* op, const std::string& text) const {
            c10::ValueError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text)));
 }
 
-void Group::keep_failure(std::exception_ptr error) const {
-  keep(rank_, "a step between hosts", std::move(error));
-}
-
 void Group::keep(int lost, const char* op, std::exception_ptr error) const {
   const std::lock_guard lock(mutex_);
   if (error_ != nullptr) return;

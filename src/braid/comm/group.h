@@ -72,15 +72,14 @@ class Group {
   void naming(const char* op, int peer, const std::function<void()>& f) const;
   /// Another host's rank has another header. Errors: ValueError now, DistBackendError in further calls.
   [[noreturn]] void fail_disagreed(const char* op, const std::string& text) const;
-  /// What a step threw makes the group unusable, unless something else has.
-  void keep_failure(std::exception_ptr error) const;
+  /// Makes the group unusable, unless something else has: all further calls throw the first error. The host's other
+  /// ranks learn that rank `lost` was lost in `op`.
+  void keep(int lost, const char* op, std::exception_ptr error) const;
   /// The longest wait for a message: longer than one in memory, so that who waits for this host's ranks says why.
   std::chrono::milliseconds wire_timeout() const { return timeout() + std::chrono::seconds(1); }
 
  private:
   Group();
-  /// The first error is what all further calls throw.
-  void keep(int lost, const char* op, std::exception_ptr error) const;
   [[noreturn]] void fail(int lost, const char* op, std::exception_ptr error) const;
   /// Tells the run that this rank lost `peer`, for which `via` of this host seems to wait (or is `peer`), and finds
   /// out whom that one has lost. Who has left has said so before; one that only did not come may do so within a

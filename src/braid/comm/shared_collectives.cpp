@@ -56,52 +56,6 @@ Pending<at::Tensor> start_all_gather(const Group& group, const at::Tensor& x_sha
   });
 }
 
-Pending<at::Tensor> start_all_to_all(const Group& group, const at::Tensor& x,
-                                     std::vector<std::int64_t> send_rows,
-                                     std::vector<std::int64_t> recv_rows) {
-  const auto size = static_cast<std::size_t>(group.size());
-  // send_rows, recv_rows, then the payload
-  const std::size_t row_bytes = size * sizeof(std::int64_t), table = 2 * row_bytes;
-  Header header = make_header("all_to_all", x);
-  header.rows_agree = false;
-  auto lease = start(group, header, table + x.nbytes());
-  std::memcpy(lease->slot(group.rank()), send_rows.data(), row_bytes);
-  std::memcpy(lease->slot(group.rank()) + row_bytes, recv_rows.data(), row_bytes);
-  store_to_slot(slot_tensor(*lease, group.rank(), table, x.sizes(), x.scalar_type()), x);
-  lease->publish(1);
-  return Pending<at::Tensor>([&group, x, recv_rows, row_bytes, table, size, lease] {
-    const trace::Operation operation("all_to_all", trace::resumed);
-    lease->agree();
-    std::vector<std::vector<std::int64_t>> sent(size, std::vector<std::int64_t>(size));
-    auto expected = sent;
-    for (std::size_t peer = 0; peer < size; ++peer) {
-      lease->wait_published(static_cast<int>(peer), 1);
-      const std::byte* slot = lease->slot(static_cast<int>(peer));
-      std::memcpy(sent[peer].data(), slot, row_bytes);
-      std::memcpy(expected[peer].data(), slot + row_bytes, row_bytes);
-    }
-    for (std::size_t from = 0; from < size; ++from)
-      for (std::size_t to = 0; to < size; ++to)
-        BRAID_CHECK(sent[from][to] == expected[to][from], "all_to_all: rank ", from, " of group ",
-                    group.name(), " sends ", sent[from][to], " rows to rank ", to,
-                    ", which expects ", expected[to][from]);
-    at::Tensor out =
-        at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options());
-    std::int64_t begin = 0;
-    for (std::size_t peer = 0; peer < size; ++peer) {
-      const std::int64_t before = first_row(sent[peer], group.rank());
-      const at::Tensor part = out.narrow(0, begin, recv_rows[peer]);
-      begin += recv_rows[peer];
-      load_from_slot(part, slot_tensor(*lease, static_cast<int>(peer),
-                                       table + static_cast<std::size_t>(before * row_elements(x)) *
-                                                   x.element_size(),
-                                       part.sizes(), x.scalar_type()));
-    }
-    lease->release();
-    return out;
-  });
-}
-
 at::Tensor broadcast(const Group& group, const at::Tensor& x, int root) {
   Header header = make_header("broadcast", x);
   header.set_variant("root", root);
@@ -126,5 +80,5 @@ void barrier(const Group& group) {
 }  // namespace braid::shared
 
 const braid::Transport braid::kShared{shared::start_all_gather, shared::start_reduce_scatter,
-                                      shared::start_all_reduce, shared::start_all_to_all,
+                                      shared::start_all_reduce, start_all_to_all_rows,
                                       shared::broadcast,        shared::barrier};

@@ -79,14 +79,8 @@ struct SharedMemory::Control {
   Entry entries[kEntries];
 };
 
-SharedMemory::SharedMemory(std::string group, std::vector<int> ranks, int rank)
-    : group_(std::move(group)), ranks_(std::move(ranks)) {
-  for (int i = 0; i < size(); ++i) {
-    index_.resize(static_cast<std::size_t>(name(i)) + 1, -1);
-    index_.back() = i;
-  }
-  own_ = index(rank);
-}
+SharedMemory::SharedMemory(std::string group, Hosts hosts, int rank)
+    : group_(std::move(group)), hosts_(std::move(hosts)), rank_(rank), own_(index(rank)) {}
 
 std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d::Store>& store,
                                                    const std::string& group, int rank, int size,
@@ -99,9 +93,7 @@ std::unique_ptr<SharedMemory> SharedMemory::create(const c10::intrusive_ptr<c10d
   Exchange exchange =
       exchange_regions(store, group, rank, size, pretended_host, kMaxRanks, mine, bytes, timeout);
   hosts = std::move(exchange.hosts);
-  auto memory =
-      std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts.neighbours(rank), rank));
-  memory->hosts_ = hosts;
+  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts, rank));
   memory->timeout_ = timeout;
   memory->regions_ = std::move(exchange.regions);
   memory->sockets_ = std::move(exchange.sockets);
@@ -117,9 +109,8 @@ std::unique_ptr<SharedMemory> SharedMemory::create_stub(const std::string& group
                                                         int size) {
   const auto region = Region::make(control_bytes() + kSlots * env().slot_bytes);
   region->allocate(0, control_bytes());
-  std::vector<int> ranks(static_cast<std::size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory(group, std::move(ranks), rank));
+  const Hosts hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
+  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts, rank));
   memory->is_stub_ = true;
   memory->regions_.assign(static_cast<std::size_t>(size), region);
   memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);
@@ -161,7 +152,7 @@ void SharedMemory::tell(const Loss& loss) const {
 void SharedMemory::fail_from_outside(int rank, const char* op, std::exception_ptr error) {
   failed_outside_ = std::move(error);
   has_failed_outside_.store(true, std::memory_order_release);
-  if (rank >= 0) tell({rank, name(own_), op});
+  if (rank >= 0) tell({rank, rank_, op});
 }
 
 void SharedMemory::fail(const Loss& loss, const std::string& text) {
@@ -190,8 +181,7 @@ std::optional<SharedMemory::Loss> SharedMemory::find_loss(int peer, std::int64_t
       continue;
     if (auto loss = reported(other)) return loss;  // it left because it saw another one's loss
     const Flag& left = control(other).entries[sequence % kEntries].released;
-    if (other == peer || !left.reached(released(sequence)))
-      return Loss{name(other), name(own_), op};
+    if (other == peer || !left.reached(released(sequence))) return Loss{name(other), rank_, op};
   }
   return std::nullopt;
 }
@@ -238,18 +228,18 @@ void SharedMemory::wait(Flag& flag, std::uint64_t at_least, int peer, const char
     if (flag.reached(at_least)) break;  // what a rank did before it was lost counts
     const std::string times = fmt::format("{:.3f} s elapsed of at most {:.3f} s",
                                           Seconds(elapsed).count(), Seconds(timeout_).count());
-    const std::string who = fmt::format("{}: group {} rank {}", op, group_, name(own_));
+    const std::string who = fmt::format("{}: group {} rank {}", op, group_, rank_);
     const bool is_late = !loss;
     const int end = is_late ? end_of_chain(peer) : peer;
     if (is_late) {
       const int remote = control(end).remote.load(std::memory_order_acquire) - 1;
-      loss = Loss{remote >= 0 ? remote : name(end), name(own_), op};
+      loss = Loss{remote >= 0 ? remote : name(end), rank_, op};
     }
     const int first = loss->rank;
     if (follow_) loss->rank = follow_(first, is_late ? name(end) : first, !is_late);
-    if (loss->rank == name(own_))
+    if (loss->rank == rank_)
       fail(*loss, fmt::format("{}: rank {} waited in vain for this rank in {}, and gave up: {}",
-                              who, first == name(own_) ? loss->seen_by : first, loss->op, times));
+                              who, first == rank_ ? loss->seen_by : first, loss->op, times));
     const std::string lost = hosts_.text_of(loss->rank);
     if (is_late)
       fail(*loss,
@@ -366,7 +356,7 @@ void SharedMemory::fail_disagreed(std::int64_t sequence, const char* op) {
   Control& mine = control(own_);
   Entry& entry = mine.entries[sequence % kEntries];
   const std::vector<Header> headers = headers_of(sequence, op);
-  const std::string text = disagreement(group_, ranks_, headers);
+  const std::string text = disagreement(group_, ranks(), headers);
   const bool is_refusal = std::any_of(headers.begin(), headers.end(),
                                       [](const Header& header) { return header.refused[0] != 0; });
   entry.started = sequence_;
@@ -418,7 +408,7 @@ void SharedMemory::Lease::agree() {
   memory_->check_not_ended(sequence_);
   if (!headers_.empty()) return;
   std::vector<Header> headers = memory_->headers_of(sequence_, op_);
-  if (!disagreement(memory_->group_, memory_->ranks_, headers).empty())
+  if (!disagreement(memory_->group_, memory_->ranks(), headers).empty())
     memory_->fail_disagreed(sequence_, op_);
   headers_ = std::move(headers);
 }

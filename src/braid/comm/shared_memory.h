@@ -102,12 +102,14 @@ class SharedMemory {
  private:
   struct Control;
   struct Entry;
-  SharedMemory(std::string group, std::vector<int> ranks, int rank);
+  SharedMemory(std::string group, Hosts hosts, int rank);
 
-  int size() const { return static_cast<int>(ranks_.size()); }
-  /// The place of a rank among those of this host: what functions here are called with.
-  int index(int rank) const { return index_[static_cast<std::size_t>(rank)]; }
-  int name(int index) const { return ranks_[static_cast<std::size_t>(index)]; }
+  /// Of this host, by index.
+  const std::vector<int>& ranks() const { return hosts_.neighbours(rank_); }
+  int size() const { return static_cast<int>(ranks().size()); }
+  /// The place of a rank of this host: what functions here are called with.
+  int index(int rank) const { return hosts_.index(rank); }
+  int name(int index) const { return ranks()[static_cast<std::size_t>(index)]; }
   static std::size_t control_bytes();
   static std::size_t slot_offset(std::size_t slot);
   Control& control(int index) const;
@@ -145,10 +147,9 @@ class SharedMemory {
   void join_disagreement(const char* op);
 
   std::string group_;
-  Hosts hosts_;
-  std::vector<int> ranks_;  // of this host, by index
-  std::vector<int> index_;  // by rank; -1 elsewhere
-  int own_ = 0;             // the index of this rank
+  const Hosts hosts_;
+  const int rank_;
+  const int own_;  // the index of this rank
   int spins_ = 0;
   bool is_stub_ = false;
   std::chrono::milliseconds timeout_{};

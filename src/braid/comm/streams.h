@@ -66,8 +66,8 @@ inline constexpr int kMaxChunks = 32;
 /// Of the pieces that were asked for, those that are of use for shards of these rows.
 int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows);
 
-/// A tile's part of a rank's rows where they are cut for the wire: the first and last ones are smaller, since
-/// nothing travels before the first is made, or is left to do while the last one travels.
+/// A tile's part of a rank's rows where they are cut for the wire: the first and last ones are half as large,
+/// since nothing travels before the first is made, or is left to do while the last one travels.
 RowRange tile_range(std::int64_t rows, int num_tiles, int tile);
 
 /// Gathers x_shard [t_r, k] over `group` (more than one rank). The order: own rows, those of the host's other

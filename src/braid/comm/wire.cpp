@@ -198,7 +198,7 @@ void Wire::run() {
       lock.lock();
       const bool is_aborted = given_up_;
       lock.unlock();
-      if (!is_aborted) group_.keep_failure(std::current_exception());
+      if (!is_aborted) group_.keep(group_.rank(), "a step between hosts", std::current_exception());
     }
     step.run = nullptr;  // what it holds goes before its operation
     lock.lock();
