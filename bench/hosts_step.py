@@ -17,8 +17,8 @@ TP = "--tensor-model-parallel-size 2 --sequence-parallel --use-coc".split()
 WIDE = "--hidden-size 2048 --ffn-hidden-size 5632".split()
 DEEP = "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816".split()
 SHORT = "--seq-length 512 --micro-batch-size 2".split()
-LONG = "--seq-length 1024 --micro-batch-size 4".split()
-DP = "--overlap-grad-reduce --ddp-bucket-size 4000000".split()
+LONG = "--seq-length 1024 --micro-batch-size 2".split()
+DP = "--overlap-grad-reduce --ddp-bucket-size 1000000".split()
 # Ranks of a host, flags, the seconds on the wire of one second of compute, and the share of communication that the wire is to be changed to.
 CASES = {"tp": (1, [*WIDE, "--num-layers", "2", *SHORT, *TP], 1, None),
          "tp10": (1, [*WIDE, "--num-layers", "1", *LONG, *TP], 0.2, 0.1),
@@ -53,9 +53,9 @@ def main():
     for case in args.case or CASES:
         ranks, flags, ratio, wanted = CASES[case]
         sent = bytes_of_step(ranks, flags)
-        rate = sent * 8 / (bench(ranks, flags, None, 3)["no_comm_step_s"] * ratio)
+        rate = sent * 8 / (bench(ranks, serial(flags), None, 3)["no_comm_step_s"] * ratio)
         for _ in range(2 if wanted else 0):
-            rate *= min(max(share(bench(ranks, flags, rate, 3)) / wanted, 0.5), 2)
+            rate *= min(max(share(bench(ranks, serial(flags), rate, 3)) / wanted, 0.5), 2)
         line = bench(ranks, flags, rate, args.rounds)
         line |= {"case": case, "rate_bits_per_s": rate, "bytes_per_step": sent}
         times = [line[key] for key in ("step_s", "serial_step_s", "serial_gloo_step_s", "no_comm_step_s")]

@@ -1,8 +1,11 @@
 // Groups that come and go leave nothing in their processes: descriptors, threads, mappings, shared memory.
+#include <sched.h>
+
 #include <filesystem>
 #include <fstream>
 
 #include "braid/comm/collectives.h"
+#include "tests/support/folders.h"
 #include "tests/support/processes.h"
 #include "tests/support/ranks.h"
 
@@ -54,6 +57,30 @@ void expect_no_growth(int num_groups, bool shared_memory) {
 TEST(Resources, SharedMemoryGroupsLeaveNothing) { expect_no_growth(200, true); }
 
 TEST(Resources, NetworkGroupsLeaveNothing) { expect_no_growth(30, false); }
+
+TEST(Resources, ThreadsOfGlooRunInTurn) {
+  test::run_ranks_as_processes(2, [](const Place& place, const auto& store) {
+    const auto classes_of_gloo = [] {
+      std::vector<int> classes;
+      for (const auto& task : std::filesystem::directory_iterator("/proc/self/task"))
+        if (test::read_text(task.path() / "comm") == "gloo_tcp_loop\n")
+          classes.push_back(::sched_getscheduler(std::stoi(task.path().filename())));
+      return classes;
+    };
+    GroupOptions options{std::chrono::seconds(20), /*shared_memory=*/false};
+    {
+      const auto group = Group::create(store, "braid's", place.rank, place.world_size, options);
+      EXPECT_EQ(classes_of_gloo(), std::vector<int>{SCHED_BATCH});
+      EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER);
+      barrier(*group);
+    }
+    options.engine_collectives = true;
+    const auto group = Group::create(store, "engine's", place.rank, place.world_size, options);
+    barrier(*group);
+    EXPECT_EQ(classes_of_gloo(), std::vector<int>{SCHED_OTHER});
+    barrier(*group);
+  });
+}
 
 TEST(Resources, SlotsAreUsedAgain) {
   test::run_ranks_as_processes(2, [](const Place& place, const auto& store) {

@@ -52,6 +52,29 @@ const std::map<std::string, Case> kCases{
           sum += test::rank_values(rank, in.whole.sizes());
         return sum;
       }}},
+    {"all_to_all",
+     {[](const Group& group, const Inputs& in) {
+        const auto rows = split_rows(kRows, group.size());
+        return start_all_to_all(group, in.whole, rows, rows).wait();
+      },
+      [](const Group& group, const Inputs& in) {
+        std::vector<at::Tensor> parts;
+        for (int rank = 0; rank < group.size(); ++rank)
+          parts.push_back(test::rank_values(rank, in.whole.sizes())
+                              .tensor_split(group.size())[static_cast<std::size_t>(group.rank())]);
+        return at::cat(parts);
+      }}},
+    {"broadcast",
+     {[](const Group& group, const Inputs& in) { return broadcast(group, in.whole, 0); },
+      [](const Group&, const Inputs& in) { return test::rank_values(0, in.whole.sizes()); }}},
+    {"reduce_scatter",
+     {[](const Group& group, const Inputs& in) { return reduce_scatter(group, in.whole); },
+      [](const Group& group, const Inputs& in) {
+        at::Tensor sum = at::zeros_like(in.whole);
+        for (int rank = 0; rank < group.size(); ++rank)
+          sum += test::rank_values(rank, in.whole.sizes());
+        return sum.tensor_split(group.size())[static_cast<std::size_t>(group.rank())];
+      }}},
     {"all_gather_matmul",
      {[](const Group& group, const Inputs& in) {
         return all_gather_matmul(group, in.shard, in.weight, {}, kOptions);
@@ -100,6 +123,7 @@ void count(const Group& group, const Place& place, const Inputs& in, int repeats
     check(group, name, in);
     barrier(group);
     const std::int64_t before = sent_bytes();
+    barrier(group);  // nobody has begun before it was read
     for (int i = 0; i < repeats; ++i) (void)c.run(group, in);
     barrier(group);
     if (place.local_rank == 0) fmt::print("{} {}\n", name, sent_bytes() - before);

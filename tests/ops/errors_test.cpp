@@ -6,6 +6,7 @@
 
 #include <future>
 
+#include "braid/comm/collectives.h"
 #include "braid/ops/collective_matmul.h"
 #include "braid/ops/reference.h"
 #include "tests/support/ranks.h"
@@ -234,6 +235,13 @@ TEST(CollectiveMatmulErrors, DisagreementBetweenHostsIsAnErrorOfAll) {
        [](const Group& group, bool is_other) {
          (void)matmul_all_reduce(group, at::ones({4, 3}), at::ones({is_other ? 6 : 5, 3}), {},
                                  {Mode::chunked, 2});
+       }},
+      {"dtype: Float and Half",
+       [](const Group& group, bool is_other) {
+         const std::vector<std::int64_t> ones(static_cast<std::size_t>(group.size()), 1);
+         (void)start_all_to_all(
+             group, at::ones({group.size(), 3}, is_other ? at::kHalf : at::kFloat), ones, ones)
+             .wait();
        }},
       {"rows and tiles (hash): ", [](const Group& group, bool is_other) {
          (void)all_gather_matmul(group, at::ones({8, 3}), at::ones({5, 3}), {},

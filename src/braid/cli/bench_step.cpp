@@ -52,6 +52,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   // The same ranks over the process group's own collectives.
   GroupOptions engine_options;
   engine_options.engine_collectives = true;
+  engine_options.timeout = timeout_of(config);
   const Mesh engine = make_mesh(c10::make_intrusive<c10d::PrefixStore>("gloo", mesh.store),
                                 place.rank, place.world_size, tp, engine_options);
   const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());

@@ -15,11 +15,12 @@ namespace {
 constexpr const char* kOp = "all_to_all";
 
 /// NOTE [slot of an all-to-all]. A table, which goes to other hosts, too: how many rows the rank sends to every rank
-/// of the group, and how many it expects. Then the rows for the host's other ranks, in their order.
+/// of the group, and how many it expects. Then the rows for the host's other ranks, in their order. Flag `result`:
+/// 1, the tables of other hosts are there; 2, their rows.
 class AllToAll {
  public:
-  AllToAll(const Group& group, const at::Tensor& x, std::vector<std::int64_t> send_rows,
-           std::vector<std::int64_t> recv_rows)
+  AllToAll(const Group& group, const at::Tensor& x, const std::vector<std::int64_t>& send_rows,
+           const std::vector<std::int64_t>& recv_rows)
       : group_(group),
         here_(group.hosts().neighbours(group.rank())),
         x_(x.contiguous()),
@@ -46,13 +47,15 @@ class AllToAll {
       load_from_slot(table, slot_table(peer));
       tables_[static_cast<std::size_t>(peer)] = table;
     }
-    for (Message& message : arriving_tables_) message.wait();
+    if (operation_) lease_.wait_result(group_.rank(), 1);
     if (!lease_.is_stub()) check();
     for (const int peer : here_)
       if (peer != group_.rank()) load_from_slot(part(out_, 1, peer), place(peer, group_.rank()));
-    for (Message& message : arriving_rows_) message.wait();
-    if (operation_) operation_->finish();
-    operation_.reset();
+    if (operation_) {
+      lease_.wait_result(group_.rank(), 2);
+      operation_->finish();
+      operation_.reset();
+    }
     lease_.release();
     return out_;
   }
@@ -115,6 +118,15 @@ class AllToAll {
     for (const int peer : away)
       operation_->send(Hop::first, tables_[static_cast<std::size_t>(group_.rank())], peer);
     for (const int peer : away) operation_->send(Hop::second, part(x_, 0, peer), peer);
+    operation_->submit([this] {
+      for (Message& message : arriving_tables_) message.wait();
+      operation_->wait_sent(Hop::first);  // so that the peers compare this rank's, too
+      lease_.publish_result(1);
+    });
+    operation_->submit([this] {
+      for (Message& message : arriving_rows_) message.wait();
+      lease_.publish_result(2);
+    });
   }
 
   /// All ranks compare all tables, and so throw the same.
@@ -143,9 +155,9 @@ class AllToAll {
 
 }  // namespace
 
-Pending<at::Tensor> start_all_to_all_rows(const Group& group, const at::Tensor& x,
-                                          std::vector<std::int64_t> send_rows,
-                                          std::vector<std::int64_t> recv_rows) {
+Pending<at::Tensor> start_all_to_all_parts(const Group& group, const at::Tensor& x,
+                                           std::vector<std::int64_t> send_rows,
+                                           std::vector<std::int64_t> recv_rows) {
   return Pending<at::Tensor>(
       [started = std::make_shared<AllToAll>(group, x, std::move(send_rows), std::move(recv_rows))] {
         const trace::Operation operation(kOp, trace::resumed);

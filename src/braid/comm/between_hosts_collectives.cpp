@@ -1,13 +1,10 @@
 // Collectives between hosts, over the fused streams: a byte crosses the wire once a host.
-#include <c10/util/hash.h>
-
-#include <cstring>
+#include <algorithm>
 #include <numeric>
 
-#include "braid/comm/shared_memory.h"
-#include "braid/comm/slot_tensor.h"
 #include "braid/comm/streams.h"
 #include "braid/comm/transports.h"
+#include "braid/core/trace.h"
 
 namespace braid::between_hosts {
 namespace {
@@ -141,5 +138,5 @@ void barrier(const Group& group) {
 
 const braid::Transport braid::kBetweenHosts{
     between_hosts::start_all_gather, between_hosts::start_reduce_scatter,
-    between_hosts::start_all_reduce, start_all_to_all_rows,
+    between_hosts::start_all_reduce, start_all_to_all_parts,
     between_hosts::broadcast,        between_hosts::barrier};

@@ -22,7 +22,9 @@ void relax() {
 }  // namespace
 
 void Flag::raise(std::uint64_t to) {
-  value.store(to, std::memory_order_seq_cst);  // ordered before the look at waiters
+  std::uint64_t now = value.load(std::memory_order_relaxed);
+  while (now < to && !value.compare_exchange_weak(now, to, std::memory_order_seq_cst)) continue;
+  // seq_cst: ordered before the look at waiters
   if (waiters.load(std::memory_order_seq_cst) != 0)
     syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }

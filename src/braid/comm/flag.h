@@ -19,8 +19,8 @@ struct alignas(64) Flag {
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> waiters{0};
 
-  /// Raises the value (release: all that the owner wrote before is visible to who sees it) and
-  /// wakes the sleepers.
+  /// Raises the value, unless another thread of the owner has raised it further (release: all that the owner
+  /// wrote before is visible to who sees it), and wakes the sleepers.
   void raise(std::uint64_t to);
 
   bool reached(std::uint64_t at_least) const {

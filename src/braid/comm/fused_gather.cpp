@@ -1,6 +1,7 @@
 // The fused gather stream: rows from the memory of this host's ranks, tiles from other hosts.
 #include <c10/util/hash.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 

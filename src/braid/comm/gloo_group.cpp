@@ -4,6 +4,7 @@
 
 #include <sched.h>
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "braid/comm/join.h"
@@ -39,10 +40,11 @@ class StartsBatchThreads {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
-                                                  std::chrono::milliseconds timeout) {
+                                                  std::chrono::milliseconds timeout, bool in_turn) {
   using c10d::ProcessGroupGloo;
   const NoPipeSignal no_signal;
-  const StartsBatchThreads batch;
+  std::optional<StartsBatchThreads> batch;
+  if (in_turn) batch.emplace();
   auto options = ProcessGroupGloo::Options::create(timeout);
   options->devices = {ProcessGroupGloo::createDeviceForHostname(
       listening_address(place_from_environment(), store))};

@@ -187,7 +187,7 @@ int Group::find_lost(int peer, int via, bool has_left) const {
 
 c10d::Backend& Group::backend() const {
   TORCH_INTERNAL_ASSERT(size_ > 1, "a group of one has no messages to send");
-  if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout);
+  if (!backend_) backend_ = make_gloo_group(store_, rank_, size_, options_.timeout, !uses_engine());
   return *backend_;
 }
 

@@ -1,13 +1,9 @@
 // Collectives over the memory that the ranks of a host map.
-#include <c10/util/hash.h>
-
 #include <cstring>
-#include <numeric>
 
 #include "braid/comm/shared_memory.h"
 #include "braid/comm/slot_tensor.h"
 #include "braid/comm/transports.h"
-#include "braid/core/check.h"
 
 namespace braid::shared {
 namespace {
@@ -80,5 +76,5 @@ void barrier(const Group& group) {
 }  // namespace braid::shared
 
 const braid::Transport braid::kShared{shared::start_all_gather, shared::start_reduce_scatter,
-                                      shared::start_all_reduce, start_all_to_all_rows,
+                                      shared::start_all_reduce, start_all_to_all_parts,
                                       shared::broadcast,        shared::barrier};

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <numeric>
 
 #include "braid/comm/region.h"
 #include "braid/core/check.h"
@@ -144,6 +143,7 @@ void SharedMemory::check_usable() const {
 }
 
 void SharedMemory::tell(const Loss& loss) const {
+  if (has_told_loss_.exchange(true)) return;
   Control& mine = control(own_);
   loss.op.copy(mine.lost_op, sizeof mine.lost_op - 1);
   mine.lost.store(1 + loss.rank, std::memory_order_release);

@@ -123,7 +123,7 @@ class SharedMemory {
   std::optional<Loss> find_loss(int peer, std::int64_t sequence, const char* op) const;
   /// Whom of this host a rank that waits for `peer` in vain really waits for.
   int end_of_chain(int peer) const;
-  /// Shows a loss to the host's other ranks.
+  /// Shows the first loss to the host's other ranks.
   void tell(const Loss& loss) const;
   /// Tells all, and makes this group refuse further calls.
   [[noreturn]] void fail(const Loss& loss, const std::string& text);
@@ -169,9 +169,10 @@ class SharedMemory {
   std::exception_ptr failed_outside_;  // set before has_failed_outside_
   std::atomic<bool> has_failed_outside_{false};
   mutable std::atomic<bool> is_told_{false};  // that error was thrown as it is
-  std::string disagreement_;                  // the last one
-  bool is_refusal_ = false;                   // of a rank without memory
-  std::int64_t ended_ = 0;                    // operations up to here are over since then
+  mutable std::atomic<bool> has_told_loss_{false};
+  std::string disagreement_;  // the last one
+  bool is_refusal_ = false;   // of a rank without memory
+  std::int64_t ended_ = 0;    // operations up to here are over since then
 };
 
 /// One operation of this rank, and of the others on its host. Counts grow from 1; waits are for "at least".

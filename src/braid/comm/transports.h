@@ -17,10 +17,11 @@ inline std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t row
   return shape;
 }
 
-/// The all-to-all of a host and between hosts.
-Pending<at::Tensor> start_all_to_all_rows(const Group& group, const at::Tensor& x,
-                                          std::vector<std::int64_t> send_rows,
-                                          std::vector<std::int64_t> recv_rows);
+/// The all-to-all inside a host and between hosts. Errors, where send_rows and recv_rows of the ranks don't match:
+/// the same ValueError on every rank, after which a group on several hosts refuses further calls.
+Pending<at::Tensor> start_all_to_all_parts(const Group& group, const at::Tensor& x,
+                                           std::vector<std::int64_t> send_rows,
+                                           std::vector<std::int64_t> recv_rows);
 
 /// The collectives over one transport: detached inputs, arguments checked.
 struct Transport {

@@ -61,7 +61,17 @@ Wire::Operation::~Operation() {
 void Wire::Operation::finish() {
   wait_for_steps();
   if (!wire_.group_.memory()->is_usable()) return;
-  for (Message& message : std::exchange(sent_, {})) message.wait();
+  for (const Hop hop : {Hop::header, Hop::first, Hop::second}) wait_sent(hop);
+}
+
+void Wire::Operation::wait_sent(Hop hop) {
+  std::vector<Message> messages;
+  {
+    const std::lock_guard lock(wire_.mutex_);
+    for (auto& [sent_in, message] : sent_)
+      if (sent_in == hop) messages.push_back(std::exchange(message, {}));
+  }
+  for (Message& message : messages) message.wait();
 }
 
 void Wire::Operation::wait_for_steps() {
@@ -90,7 +100,9 @@ void Wire::Operation::compare(const Header& header) {
     for (const at::Tensor& bytes : headers)
       std::memcpy(&all.emplace_back(), bytes.const_data_ptr(), sizeof(Header));
     const std::string text = disagreement(wire_.group_.name(), ranks, all);
-    if (!text.empty()) wire_.group_.fail_disagreed(name_, text);
+    if (text.empty()) return;
+    wait_sent(Hop::header);  // so that the peers say the same
+    wire_.group_.fail_disagreed(name_, text);
   });
 }
 
@@ -106,7 +118,6 @@ Message Wire::Operation::post(const at::Tensor& x, int peer, Post&& start) {
   if (!wire_.is_progress_thread()) wire_.group_.memory()->check_usable();
   if (x.numel() == 0) return message;
   message.wire_ = &wire_;
-  message.tensor_ = x;
   message.peer_ = peer;
   message.op_ = name_;
   std::vector<at::Tensor> tensors{x};
@@ -123,7 +134,7 @@ void Wire::Operation::send(Hop hop, const at::Tensor& x, int peer) {
     return backend.send(tensors, peer, tag(hop, x));
   });
   const std::lock_guard lock(wire_.mutex_);
-  sent_.push_back(std::move(message));
+  sent_.emplace_back(hop, std::move(message));
 }
 
 Message Wire::Operation::receive(Hop hop, const at::Tensor& x, int peer) {

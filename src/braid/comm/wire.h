@@ -25,6 +25,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 #include <vector>
 
 #include "braid/comm/group.h"
@@ -34,7 +35,7 @@ namespace braid {
 
 class Wire;
 
-/// A message under way; keeps its tensor. Empty ones are not sent.
+/// A message under way, which keeps its tensor. Empty ones are not sent.
 class Message {
  public:
   Message() = default;
@@ -45,7 +46,6 @@ class Message {
   friend class Wire;
   Wire* wire_ = nullptr;
   c10::intrusive_ptr<c10d::Work> work_;
-  at::Tensor tensor_;
   int peer_ = -1;
   const char* op_ = "";
 };
@@ -103,6 +103,8 @@ class Wire::Operation {
   /// Messages of one hop from one rank to another arrive in the order in which they are sent. Post receives first.
   void send(Hop hop, const at::Tensor& x, int peer);
   Message receive(Hop hop, const at::Tensor& x, int peer);
+  /// Waits until the network has taken what was sent in this hop. Errors: as finish().
+  void wait_sent(Hop hop);
   /// Runs `step` on the progress thread, see NOTE [steps]. When one of the group throws, all later ones
   /// are dropped.
   void submit(std::function<void()> step);
@@ -122,7 +124,7 @@ class Wire::Operation {
   int sequence_;
   std::uint32_t hash_;
   std::shared_ptr<int> left_ = std::make_shared<int>(0);  // steps
-  std::vector<Message> sent_;
+  std::vector<std::pair<Hop, Message>> sent_;
 };
 
 }  // namespace braid
