@@ -30,6 +30,12 @@ struct Inputs {
   at::Tensor whole, shard, weight;
 };
 
+at::Tensor sum_of_wholes(const Group& group, const Inputs& in) {
+  at::Tensor sum = at::zeros_like(in.whole);
+  for (int rank = 0; rank < group.size(); ++rank) sum += test::rank_values(rank, in.whole.sizes());
+  return sum;
+}
+
 using Operation = at::Tensor (*)(const Group&, const Inputs&);
 struct Case {
   Operation run, expected;
@@ -46,12 +52,7 @@ const std::map<std::string, Case> kCases{
       }}},
     {"all_reduce",
      {[](const Group& group, const Inputs& in) { return all_reduce(group, in.whole); },
-      [](const Group& group, const Inputs& in) {
-        at::Tensor sum = at::zeros_like(in.whole);
-        for (int rank = 0; rank < group.size(); ++rank)
-          sum += test::rank_values(rank, in.whole.sizes());
-        return sum;
-      }}},
+      sum_of_wholes}},
     {"all_to_all",
      {[](const Group& group, const Inputs& in) {
         const auto rows = split_rows(kRows, group.size());
@@ -70,10 +71,8 @@ const std::map<std::string, Case> kCases{
     {"reduce_scatter",
      {[](const Group& group, const Inputs& in) { return reduce_scatter(group, in.whole); },
       [](const Group& group, const Inputs& in) {
-        at::Tensor sum = at::zeros_like(in.whole);
-        for (int rank = 0; rank < group.size(); ++rank)
-          sum += test::rank_values(rank, in.whole.sizes());
-        return sum.tensor_split(group.size())[static_cast<std::size_t>(group.rank())];
+        return sum_of_wholes(group, in).tensor_split(
+            group.size())[static_cast<std::size_t>(group.rank())];
       }}},
     {"all_gather_matmul",
      {[](const Group& group, const Inputs& in) {

@@ -1,5 +1,4 @@
 // The all-to-all: rows for the ranks of this host lie in its memory, those for other hosts travel.
-#include <cstring>
 #include <numeric>
 #include <optional>
 
@@ -27,8 +26,8 @@ class AllToAll {
         out_(at::empty(with_rows(x, std::reduce(recv_rows.begin(), recv_rows.end())), x.options())),
         lease_(group.memory()->start(header(), slot_bytes(send_rows))) {
     const auto rank = static_cast<std::size_t>(group.rank());
-    tables_.assign(static_cast<std::size_t>(group.size()),
-                   at::empty({2, group.size()}, at::TensorOptions(at::kLong)));
+    for (int peer = 0; peer < group.size(); ++peer)
+      tables_.push_back(at::empty({2, group.size()}, at::TensorOptions(at::kLong)));
     tables_[rank] = at::stack({at::tensor(send_rows), at::tensor(recv_rows)});
     store_to_slot(slot_table(group.rank()), tables_[rank]);
     for (const int peer : here_)
@@ -43,9 +42,7 @@ class AllToAll {
     for (const int peer : here_) {
       if (peer == group_.rank()) continue;
       lease_.wait_published(peer, 1);
-      const at::Tensor table = at::empty({2, group_.size()}, at::TensorOptions(at::kLong));
-      load_from_slot(table, slot_table(peer));
-      tables_[static_cast<std::size_t>(peer)] = table;
+      load_from_slot(tables_[static_cast<std::size_t>(peer)], slot_table(peer));
     }
     if (operation_) lease_.wait_result(group_.rank(), 1);
     if (!lease_.is_stub()) check();
@@ -110,9 +107,8 @@ class AllToAll {
           !group_.hosts().together(peer, group_.rank()))
         away.push_back(peer);
     for (auto peer = away.rbegin(); peer != away.rend(); ++peer) {
-      at::Tensor& table = tables_[static_cast<std::size_t>(*peer)];
-      table = at::empty_like(table);
-      arriving_tables_.push_back(operation_->receive(Hop::first, table, *peer));
+      arriving_tables_.push_back(
+          operation_->receive(Hop::first, tables_[static_cast<std::size_t>(*peer)], *peer));
       arriving_rows_.push_back(operation_->receive(Hop::second, part(out_, 1, *peer), *peer));
     }
     for (const int peer : away)
@@ -159,7 +155,7 @@ Pending<at::Tensor> start_all_to_all_parts(const Group& group, const at::Tensor&
                                            std::vector<std::int64_t> send_rows,
                                            std::vector<std::int64_t> recv_rows) {
   return Pending<at::Tensor>(
-      [started = std::make_shared<AllToAll>(group, x, std::move(send_rows), std::move(recv_rows))] {
+      [started = std::make_shared<AllToAll>(group, x, send_rows, recv_rows)] {
         const trace::Operation operation(kOp, trace::resumed);
         return started->finish();
       });
