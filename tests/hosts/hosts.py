@@ -14,6 +14,15 @@ MARK = "BRAID_TEST_OF_HOSTS"  # in the environment of all processes of a test
 LAUNCH = "launch --nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
 
 
+def namespaces_kept_by_mounts():
+    """What of those that tools/hosts.sh makes could outlive its processes, where others see it."""
+    with open("/proc/self/mountinfo") as file:
+        return {line.split()[4] for line in file if " nsfs " in line}
+
+
+KEPT_BEFORE = namespaces_kept_by_mounts()
+
+
 def skip_where_there_are_none():
     probe = subprocess.run([HOSTS, "1", "true"], capture_output=True, text=True)
     if probe.returncode == 77:
@@ -65,6 +74,7 @@ class Run:
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not self.processes(), f"processes are left: {[words for words, _ in self.processes().values()]}"
+        assert namespaces_kept_by_mounts() <= KEPT_BEFORE, namespaces_kept_by_mounts() - KEPT_BEFORE
 
     def expect(self, codes, *texts):
         """The exit code of all hosts, or of each; and a pattern that each one's errors match, with no more lines than it."""

@@ -37,8 +37,8 @@ std::vector<Case> cases() {
       result.push_back({"serial", size, {Mode::serial}, hosts});
       result.push_back({"chunked 2", size, {Mode::chunked, 2}, hosts});
       result.push_back({"chunked 5", size, {Mode::chunked, 5}, hosts});
+      result.push_back({"fused", size, {Mode::fused}, hosts});
     }
-    result.push_back({"fused", size, {Mode::fused}});
     if (size > 1) result.push_back({"ring", size, {.mode = Mode::fused, .ring = true}});
     if (size == 2 || size == 3) {
       for (const auto mode : {Mode::serial, Mode::chunked, Mode::fused})
@@ -58,6 +58,7 @@ std::vector<Case> cases() {
        std::vector<test::HostNumbers>{{0, 1, 1}, {0, 1, 0, 0}, {0, 1, 2, 1, 0}}) {
     const int size = static_cast<int>(hosts.size());
     result.push_back({"serial", size, {Mode::serial}, hosts});
+    result.push_back({"fused", size, {Mode::fused}, hosts});
     for (const bool native : {false, true})
       result.push_back({native ? "native 3" : "through f32 3",
                         size,

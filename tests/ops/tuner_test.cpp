@@ -88,13 +88,25 @@ TEST(Tuner, RanksThatKnowDifferentChoicesRunWithRankZeros) {
 }
 
 TEST(Tuner, EveryHalfAndReducingFormIsTried) {
+  const auto tried = [](const Group& group, bool has_native) {
+    std::set<std::string> plans;
+    (void)tuner::choose(group, {"matmul_all_reduce", 512, 1, 1, at::kHalf, true, has_native}, {},
+                        [&](const Plan& plan) { plans.insert(to_text(plan)); });
+    return plans;
+  };
   test::run_ranks(3, [&](const auto& group) {
-    std::set<std::string> tried;
-    (void)tuner::choose(*group, {"matmul_all_reduce", 512, 1, 1, at::kHalf, true, true}, {},
-                        [&](const Plan& plan) { tried.insert(to_text(plan)); });
-    EXPECT_EQ(tried, (std::set<std::string>{"serial", "fused", "fused ring", "chunked 2",
-                                            "serial native", "fused native", "chunked 2 native"}));
+    EXPECT_EQ(tried(*group, true),
+              (std::set<std::string>{"serial", "fused", "fused ring", "chunked 2", "serial native",
+                                     "fused native", "chunked 2 native"}));
   });
+  test::run_ranks(
+      3,
+      [&](const auto& group) {
+        EXPECT_EQ(tried(*group, false),
+                  (std::set<std::string>{"serial", "fused", "chunked 2", "chunked 4", "chunked 6",
+                                         "chunked 8", "chunked 16"}));
+      },
+      test::on_hosts({0, 1, 1}));
 }
 
 TEST(Tuner, PlansThatARankHasNoMemoryForAreNotChosen) {

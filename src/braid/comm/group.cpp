@@ -69,7 +69,7 @@ std::shared_ptr<Group> Group::create(const c10::intrusive_ptr<c10d::Store>& stor
   group->size_ = size;
   group->name_ = name;
   group->options_ = options;
-  group->hosts_ = Hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
+  group->hosts_ = Hosts::all_on_one(size);
   if (size == 1 && store == nullptr) return group;
   group->store_ = c10::make_intrusive<c10d::PrefixStore>(name, store);
   group->store_->setTimeout(options.timeout);
@@ -95,7 +95,7 @@ std::shared_ptr<Group> Group::create_stub(const std::string& name, int rank, int
   group->rank_ = rank;
   group->size_ = size;
   group->name_ = name;
-  group->hosts_ = Hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
+  group->hosts_ = Hosts::all_on_one(size);
   if (size > 1) group->memory_ = SharedMemory::create_stub(name, rank, size);
   return group;
 }

@@ -26,6 +26,10 @@ Hosts::Hosts(const std::vector<int>& first_on_host, int most) {
   }
 }
 
+Hosts Hosts::all_on_one(int num_ranks) {
+  return {std::vector<int>(static_cast<std::size_t>(num_ranks), 0), num_ranks};
+}
+
 std::string Hosts::text_of(int rank) const {
   if (count() < 2 || neighbours(rank).size() == 1) return std::to_string(rank);
   return fmt::format("{} (of the host with ranks {})", rank, fmt::join(neighbours(rank), ", "));

@@ -108,8 +108,8 @@ std::unique_ptr<SharedMemory> SharedMemory::create_stub(const std::string& group
                                                         int size) {
   const auto region = Region::make(control_bytes() + kSlots * env().slot_bytes);
   region->allocate(0, control_bytes());
-  const Hosts hosts(std::vector<int>(static_cast<std::size_t>(size), 0), size);
-  auto memory = std::unique_ptr<SharedMemory>(new SharedMemory(group, hosts, rank));
+  auto memory =
+      std::unique_ptr<SharedMemory>(new SharedMemory(group, Hosts::all_on_one(size), rank));
   memory->is_stub_ = true;
   memory->regions_.assign(static_cast<std::size_t>(size), region);
   memory->slots_ = std::make_shared<std::vector<Slot>>(kSlots);

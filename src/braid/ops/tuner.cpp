@@ -7,7 +7,6 @@
 #include <bit>
 #include <cmath>
 #include <map>
-#include <mutex>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -18,7 +17,6 @@
 #include "braid/comm/texts.h"
 #include "braid/comm/timing.h"
 #include "braid/core/check.h"
-#include "braid/core/log.h"
 #include "braid/ops/tile_matmul.h"
 
 namespace braid::tuner {
@@ -26,6 +24,8 @@ namespace {
 
 // A candidate this much slower than the best one is not measured further.
 constexpr double kHopeless = 1.5, kClose = 1.06;
+constexpr double kEqual =
+    1.01;  // less than the noise: then it is the first of the candidates, with fewer tiles
 constexpr int kRounds = 5;
 constexpr double kShortest = 4e-3;  // seconds that are timed at once, at least
 constexpr double kSeconds = 2;      // of a key, for telling apart what is close
@@ -196,7 +196,7 @@ Plan measure(const Group& group, const std::vector<Plan>& plans,
   if (contest.plans.size() > 1) {
     const double round_s = fastest * calls * static_cast<double>(contest.plans.size());
     contest.add(run(static_cast<int>(std::clamp(kSeconds / round_s, 5.0, 40.0)), calls));
-    contest.keep(1.0);
+    contest.keep(kEqual);
   }
   return contest.plans[0];
 }
@@ -212,25 +212,14 @@ Plan by_rule(const Group& group, const Key& key) {
 Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) {
   Plan plan = by_rule(group, key);
   if (options.native) plan.native = *options.native && key.has_native;
-  plan.ring = options.ring && key.reduces && options.mode == Mode::fused;
+  plan.ring = options.ring && key.reduces && options.mode == Mode::fused && group.on_one_host();
   if (plan.ring) plan.native = false;
   plan.num_chunks = options.mode == Mode::serial ? 1 : options.num_chunks;
   if (options.mode == Mode::chunked) {
     BRAID_CHECK(options.num_chunks >= 1, key.op, ": num_chunks is ", options.num_chunks,
                 ", at least 1 is needed");
   } else if (options.mode == Mode::fused) {
-    if (group.on_one_host()) {
-      plan.num_chunks = 0;
-      return plan;
-    }
-    static std::once_flag said;
-    std::call_once(said, [&] {
-      warn(fmt::format(
-          "{}: mode fused is within hosts; group {} has ranks on {}, between which tiles travel",
-          key.op, group.name(), group.hosts().count()));
-    });
-    plan.num_chunks = std::max(options.num_chunks, 2);
-    plan.ring = false;
+    plan.num_chunks = 0;
   }
   return plan;
 }
@@ -241,9 +230,9 @@ std::vector<Plan> candidates(const Group& group, const Key& key) {
   std::vector<Plan> plans;
   const bool on_host = group.on_one_host();
   for (const int num_chunks :
-       on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 2, 4, 6, 8, 16}) {
+       on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 0, 2, 4, 6, 8, 16}) {
     plans.push_back({.num_chunks = num_chunks});
-    if (num_chunks == 0 && key.reduces && group.size() > 2)
+    if (num_chunks == 0 && on_host && key.reduces && group.size() > 2)
       plans.push_back({.num_chunks = 0, .ring = true});
   }
   if (key.has_native) {
@@ -271,9 +260,7 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
   Plan plan;
   if (!first.empty()) {
     plan = plan_from_text(first);
-    BRAID_CHECK(plan.num_chunks != 0 || group.on_one_host(), "the tuner's choice for ", text,
-                " is '", first, "', but group ", group.name(), " is on several hosts");
-    plan.ring = plan.ring && key.reduces;
+    plan.ring = plan.ring && key.reduces && group.on_one_host();
     plan.native = plan.native && key.has_native && !plan.ring;
   } else if (live && in_flight) {
     return in_flight_rules[in_group] = by_rule(group, key);
