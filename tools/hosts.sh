@@ -57,6 +57,8 @@ for ((h = 0; h < num; ++h)); do
   ip -n "host$h" link set lo up
   ip -n "host$h" link set eth0 up
   ip -n "host$h" address add "10.77.0.$((h + 1))/24" dev eth0
+  # In a switch's queue there is nothing to probe for: BBR, where it is the machine's choice, paces and pauses.
+  echo reno | ip netns exec "host$h" tee /proc/sys/net/ipv4/tcp_congestion_control >/dev/null
   limit "wire$h"
   limit eth0 -n "host$h"
 done

@@ -21,7 +21,9 @@ struct EmbeddingOptions {
 /// Rows of the whole table by token.
 ///   Shapes  tokens [t] int64, the same on all ranks   weight [V_r, h]
 ///           returns [t, h], with sequence parallelism [split_rows(t, R)[rank], h]
-///   Grad w  dy's rows (all-gathered with sequence parallelism) added to the rows of their tokens
+///   Grad w  dy's rows added to the rows of their tokens
+///   Cost    an all-reduce of t rows; with sequence parallelism an all-to-all of the t rows, each from the rank that
+///           has it to the one that needs it, and the same back (a reduce-scatter would send R times as much)
 ///   Order   collective, backward too: the weight requires grad on all ranks or on none
 ///   Errors  ValueError: shapes or dtypes; a token outside 0..V-1 is an error on every rank
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight,
