@@ -22,7 +22,7 @@ LONG = "--seq-length 1024 --micro-batch-size 2".split()
 DP = "--overlap-grad-reduce --ddp-bucket-size 1000000".split()
 # Ranks of a host, flags, the seconds on the wire of one second of compute.
 CASES = {"tp": (1, [*BYTES, *WIDE, "--num-layers", "2", *SHORT, *TP], 1),
-         "tp10": (1, [*WIDE, "--vocab-size", "8192", "--num-layers", "3", *LONG, *TP], 0.16),
+         "tp10": (1, [*WIDE, "--vocab-size", "8192", "--num-layers", "4", *LONG, *TP], 0.17),
          "dp_tp": (2, BYTES + DEEP + SHORT + TP + DP, 0.5)}
 
 

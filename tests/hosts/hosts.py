@@ -15,9 +15,9 @@ LAUNCH = "launch --nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_A
 
 
 def namespaces_kept_by_mounts():
-    """What of those that tools/hosts.sh makes could outlive its processes, where others see it."""
+    """Those that tools/hosts.sh makes, where others see them: they would outlive its processes."""
     with open("/proc/self/mountinfo") as file:
-        return {line.split()[4] for line in file if " nsfs " in line}
+        return set(re.findall(r" (/run/netns/host\d+) .* nsfs ", file.read()))
 
 
 KEPT_BEFORE = namespaces_kept_by_mounts()

@@ -53,6 +53,44 @@ TEST(VocabParallelEmbedding, EqualsTheWholeTable) {
   }
 }
 
+/// On one host and several; in half types; few tokens, few rows, all of one rank's; from every second place.
+TEST(VocabParallelEmbedding, OfEveryShapeEqualsTheWholeTable) {
+  const at::Tensor places = at::arange(22, at::kLong);
+  const std::vector<std::pair<at::Tensor, std::int64_t>> cases{
+      {at::empty({0}, at::kLong), 4},
+      {at::tensor({2}, at::kLong), 4},
+      {at::tensor({1, 0, 1, 1, 0}, at::kLong), 2},  // rank 2 has none of the rows
+      {at::full({7}, 3, at::kLong), 12},
+      {at::remainder(places, 9).slice(0, 0, 22, 2), 9}};
+  for (const HostNumbers& hosts : {HostNumbers{}, apart(3), HostNumbers{0, 1, 1}}) {
+    run_ranks(
+        3,
+        [&](const std::shared_ptr<Group>& group) {
+          for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+            for (const auto& [tokens, vocab] : cases) {
+              for (const bool sequence_parallel : {false, true}) {
+                const std::string what = c10::str(dtype, ", ", tokens.size(0), " of ", vocab,
+                                                  ", sp ", sequence_parallel);
+                const auto table = rank_values(0, {vocab, 4}, dtype).set_requires_grad(true);
+                const auto y = at::embedding(table, tokens);
+                y.sum().backward();  // an expanded gradient
+                const auto own =
+                    part_of(table, 0, group->rank(), 3).detach().clone().set_requires_grad(true);
+                const auto out =
+                    vocab_parallel_embedding(tokens, own, vocab, {group, sequence_parallel, {}});
+                expect_close(out, sequence_parallel ? part_of(y, 0, group->rank(), 3) : y, 0,
+                             what + " y");
+                out.sum().backward();
+                expect_close(own.grad(), part_of(table.grad(), 0, group->rank(), 3), 1e-6,
+                             what + " dW");
+              }
+            }
+          }
+        },
+        on_hosts(hosts));
+  }
+}
+
 TEST(VocabParallelEmbedding, TokensOutsideTheVocabulary) {
   const auto table = rank_values(0, {4, 2});
   EXPECT_THROW(vocab_parallel_embedding(at::tensor({0, 4}, at::kLong), table, 4, {}),

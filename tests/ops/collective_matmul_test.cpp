@@ -59,6 +59,7 @@ std::vector<Case> cases() {
     const int size = static_cast<int>(hosts.size());
     result.push_back({"serial", size, {Mode::serial}, hosts});
     result.push_back({"fused", size, {Mode::fused}, hosts});
+    result.push_back({"no ring", size, {.mode = Mode::fused, .ring = true}, hosts});
     for (const bool native : {false, true})
       result.push_back({native ? "native 3" : "through f32 3",
                         size,

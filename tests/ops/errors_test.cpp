@@ -176,6 +176,7 @@ std::vector<Disagreement> disagreements() {
   // With rows that are known the group cannot go on: below.
   result.push_back({"serial", {Mode::serial}, false});
   result.push_back({"chunked", {Mode::chunked, 3}, false});
+  result.push_back({"fused", {Mode::fused}, false});
   return result;
 }
 

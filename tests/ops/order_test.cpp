@@ -210,18 +210,15 @@ TEST(CollectiveMatmulOrder, EveryPassIsCutIntoItsTilesAndCollectives) {
 /// Between hosts nothing is waited for while there is something to multiply: own rows of what is gathered, all tiles
 /// of what is reduced.
 TEST(CollectiveMatmulOrder, TilesForOtherHostsAreMadeBesideALatePeer) {
-  constexpr int kTiles = 4;
-  for (const int size : {2, 3}) {
+  for (const auto& [size, num_tiles] :
+       {std::pair(2, 4), std::pair(3, 4), std::pair(2, 1), std::pair(3, 1)}) {
+    const MatmulOptions options{num_tiles == 1 ? Mode::fused : Mode::chunked, num_tiles};
     for (const Pass& pass : passes()) {
-      const std::string what = fmt::format("{} on {}", pass.op, size);
+      const std::string what = fmt::format("{} on {} in {}", pass.op, size, num_tiles);
       const Seen seen = seen_beside_a_late_peer(
-          pass.op,
-          [&](const Group& group) {
-            pass.run(group, {Mode::chunked, kTiles});
-          },
-          size, test::apart(size));
+          pass.op, [&](const Group& group) { pass.run(group, options); }, size, test::apart(size));
       EXPECT_EQ(seen.calls, 1) << what;
-      const int tiles = pass.reduces ? size * kTiles : 1 + (size - 1) * kTiles;
+      const int tiles = pass.reduces ? size * num_tiles : 1 + (size - 1) * num_tiles;
       ASSERT_EQ(seen.matmuls.size(), pass.matmuls_of_a_tile * tiles) << what;
       ASSERT_FALSE(seen.waits.empty()) << what;
       const trace::Event& last =

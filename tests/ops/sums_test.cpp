@@ -39,6 +39,7 @@ const std::vector<Form> kForms{
     {"ring", {.mode = Mode::fused, .ring = true}},
     {"serial, network", {.mode = Mode::serial}, false},
     {"chunked, network", {.mode = Mode::chunked, .num_chunks = 3}, false},
+    {"fused, network", {.mode = Mode::fused}, false},
     {"auto, deterministic", {.mode = Mode::automatic}, true, true},
     {"auto, deterministic, network", {.mode = Mode::automatic}, false, true},
 };

@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include "braid/comm/collectives.h"
 #include "tests/support/ranks.h"
@@ -107,6 +109,37 @@ TEST(Tuner, EveryHalfAndReducingFormIsTried) {
                                          "chunked 8", "chunked 16"}));
       },
       test::on_hosts({0, 1, 1}));
+}
+
+TEST(Tuner, BetweenHostsFusedIsAPlanAndRingsAreNone) {
+  test::run_ranks(
+      2,
+      [&](const auto& group) {
+        const auto choose = [&](std::int64_t m) {
+          return to_text(
+              tuner::choose(*group, {"matmul_all_reduce", m, 64, 64, at::kFloat, true}, {}, fail));
+        };
+        tuner::set_choices({{"matmul_all_reduce m=16 n=64 k=64 f32 ranks=2 network", "fused"},
+                            {"* m=32 n=* k=* * * *", "fused ring"}});
+        EXPECT_EQ(choose(16), "fused");
+        EXPECT_EQ(choose(32), "fused");
+      },
+      test::on_hosts({0, 1}));
+}
+
+TEST(Tuner, BetweenHostsOfEquallyFastPlansTheOneWithFewerTilesIsChosen) {
+  test::run_ranks(
+      2,
+      [&](const auto& group) {
+        const auto trial = [](const Plan& plan) {
+          const int ms = plan.num_chunks == 1 ? 70 : plan.num_chunks == 2 ? 45 : 40;
+          std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+        };
+        EXPECT_EQ(
+            to_text(tuner::choose(*group, {"all_gather_matmul", 512, 1, 1, at::kFloat}, {}, trial)),
+            "fused");
+      },
+      test::on_hosts({0, 1}));
 }
 
 TEST(Tuner, PlansThatARankHasNoMemoryForAreNotChosen) {

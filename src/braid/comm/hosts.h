@@ -16,6 +16,7 @@ class Hosts {
   /// `first_on_host`: of each rank, the lowest rank of its host. At most `most` ranks of a host
   /// stay together.
   Hosts(const std::vector<int>& first_on_host, int most);
+  /// One host, of ranks 0 to num_ranks - 1.
   static Hosts all_on_one(int num_ranks);
 
   int count() const { return static_cast<int>(ranks_.size()); }

@@ -63,7 +63,7 @@ struct ReduceShape {
 /// Pieces of a rank's rows beyond this only cost; and operations that wait for nobody are in flight beside
 /// them (kEntries of comm/shared_memory.h).
 inline constexpr int kMaxChunks = 32;
-/// Of the pieces that were asked for, those that are of use for shards of these rows.
+/// Of the pieces that were asked for, those that are of use for shards of these rows; at least 1.
 int useful_chunks(int num_chunks, const std::vector<std::int64_t>& rows);
 
 /// A tile's part of a rank's rows where they are cut for the wire: the first and last ones are half as large,
@@ -74,7 +74,7 @@ RowRange tile_range(std::int64_t rows, int num_tiles, int tile);
 /// ranks in their memory, then tiles from other hosts as they arrive. Everything is sent, and every
 /// receive posted, here.
 ///   rows         t_r of every rank; on one host maybe empty
-///   num_tiles    into which rows that come from another host are cut; at most useful_chunks()
+///   num_tiles    into which rows that come from another host are cut; useful_chunks() of them, 0 as 1
 std::unique_ptr<GatherStream> make_fused_gather(const Group& group, const char* name,
                                                 const at::Tensor& x_shard,
                                                 std::vector<std::int64_t> rows, int num_tiles);
@@ -82,7 +82,7 @@ std::unique_ptr<GatherStream> make_fused_gather(const Group& group, const char* 
 /// Reduces partial products over `group` (more than one rank). The order: rows of ranks on other hosts, summed on
 /// this host and then sent, those of the host's other ranks, own rows.
 ///   ring, native   as ops/plan.h; a ring on one host only
-///   num_tiles      into which every rank's rows are cut where there are several hosts
+///   num_tiles      into which every rank's rows are cut where there are several hosts; 0 as 1
 std::unique_ptr<ReduceStream> make_fused_reduce(const Group& group, const char* name,
                                                 ReduceShape shape, bool ring, bool native,
                                                 int num_tiles);

@@ -43,8 +43,8 @@ std::vector<std::int64_t> counts_by_part(const at::Tensor& sorted, const at::Ten
           counts.const_data_ptr<std::int64_t>() + counts.numel()};
 }
 
-/// With sequence parallelism: which rows of the table go where, each once, from the rank that has it to the one
-/// whose token it is. Every rank knows all tokens.
+/// With sequence parallelism: which rows of the table go where, from the rank that has one to the one whose token it
+/// is. Every rank knows all tokens.
 struct Routes {
   Routes(const std::shared_ptr<Group>& group, const at::Tensor& tokens, std::int64_t vocab_size) {
     const auto ends = [&](std::int64_t rows) {
@@ -170,7 +170,7 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& 
                    "embedding: shapes of main_grad and weight");
     BRAID_CHECK_EQ(options.main_grad.scalar_type(), at::kFloat, "embedding: dtype of main_grad");
   }
-  return Embedding::apply(weight, tokens, range.begin, vocab_size, options);
+  return Embedding::apply(weight, tokens.contiguous(), range.begin, vocab_size, options);
 }
 
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& labels,
@@ -182,7 +182,7 @@ at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tens
   BRAID_CHECK_EQ(logits.size(0), labels.size(0), "cross_entropy: rows of the logits and labels");
   BRAID_CHECK_EQ(logits.size(1), range.length,
                  "cross_entropy: columns and this rank's part of the vocabulary");
-  return CrossEntropy::apply(logits, labels, range.begin, group);
+  return CrossEntropy::apply(logits, labels.contiguous(), range.begin, group);
 }
 
 }  // namespace braid

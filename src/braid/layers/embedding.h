@@ -22,10 +22,11 @@ struct EmbeddingOptions {
 ///   Shapes  tokens [t] int64, the same on all ranks   weight [V_r, h]
 ///           returns [t, h], with sequence parallelism [split_rows(t, R)[rank], h]
 ///   Grad w  dy's rows added to the rows of their tokens
-///   Cost    an all-reduce of t rows; with sequence parallelism an all-to-all of the t rows, each from the rank that
-///           has it to the one that needs it, and the same back (a reduce-scatter would send R times as much)
+///   Cost    an all-reduce of t rows; with sequence parallelism an all-to-all of t rows in all, each from the
+///           rank that has it to the one whose token it is, and the same back
 ///   Order   collective, backward too: the weight requires grad on all ranks or on none
-///   Errors  ValueError: shapes or dtypes; a token outside 0..V-1 is an error on every rank
+///   Errors  ValueError: shapes or dtypes; a token outside 0..V-1 is an error on every rank; tokens that differ
+///           between ranks are not looked for: wrong rows, or with sequence parallelism an all-to-all whose rows differ
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight,
                                     std::int64_t vocab_size, const EmbeddingOptions& options);
 

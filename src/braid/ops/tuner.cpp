@@ -24,8 +24,8 @@ namespace {
 
 // A candidate this much slower than the best one is not measured further.
 constexpr double kHopeless = 1.5, kClose = 1.06;
-constexpr double kEqual =
-    1.01;  // less than the noise: then it is the first of the candidates, with fewer tiles
+// Between hosts, what differs by less is noise, and of such plans the one with the fewest tiles is chosen.
+constexpr double kEqual = 1.01;
 constexpr int kRounds = 5;
 constexpr double kShortest = 4e-3;  // seconds that are timed at once, at least
 constexpr double kSeconds = 2;      // of a key, for telling apart what is close
@@ -196,7 +196,7 @@ Plan measure(const Group& group, const std::vector<Plan>& plans,
   if (contest.plans.size() > 1) {
     const double round_s = fastest * calls * static_cast<double>(contest.plans.size());
     contest.add(run(static_cast<int>(std::clamp(kSeconds / round_s, 5.0, 40.0)), calls));
-    contest.keep(kEqual);
+    contest.keep(group.on_one_host() ? 1.0 : kEqual);
   }
   return contest.plans[0];
 }
@@ -232,15 +232,9 @@ std::vector<Plan> candidates(const Group& group, const Key& key) {
   for (const int num_chunks :
        on_host ? std::vector<int>{1, 0, 2} : std::vector<int>{1, 0, 2, 4, 6, 8, 16}) {
     plans.push_back({.num_chunks = num_chunks});
+    if (key.has_native) plans.push_back({.num_chunks = num_chunks, .native = true});
     if (num_chunks == 0 && on_host && key.reduces && group.size() > 2)
       plans.push_back({.num_chunks = 0, .ring = true});
-  }
-  if (key.has_native) {
-    const std::vector<Plan> converted = plans;
-    for (Plan plan : converted) {
-      plan.native = true;
-      if (!plan.ring) plans.push_back(plan);  // a ring sums in f32
-    }
   }
   return plans;
 }

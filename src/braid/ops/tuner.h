@@ -38,12 +38,12 @@ struct Key {
 /// which is not among the choices().
 ///   Order   collective in mode automatic
 ///   Errors  ValueError: num_chunks of mode chunked is below 1; in mode automatic, at the first use of a
-///           key, the same on all ranks: their m, n, k or types differ, or the plan needs a host.
+///           key, the same on all ranks: their m, n, k or types differ.
 ///           c10::OutOfMemoryError when no candidate fits into a slot (NOTE [disagreement] in comm/shared_memory.h)
 Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
             const std::function<void(const Plan&)>& trial);
 
-/// The plans that mode automatic chooses from.
+/// The plans that mode automatic chooses from, those with fewer tiles first. (A ring is for one host, and sums in f32.)
 std::vector<Plan> candidates(const Group& group, const Key& key);
 
 /// Live tuning of this thread (a rank), on by default; --deterministic turns it off.

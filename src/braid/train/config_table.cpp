@@ -144,7 +144,8 @@ std::vector<FlagGroup> make_table() {
             .range = {1, 1 << 20}},
            {.name = "coc-fused-kernel",
             .field = &C::coc_fused_kernel,
-            .meaning = "matmuls read and write the peers' memory; wins over --coc-parallel-num"},
+            .meaning = "matmuls read and write the memory of their host's ranks, between hosts a "
+                       "rank's rows travel uncut; wins over --coc-parallel-num"},
            {.name = "coc-mode",
             .field = &C::coc_mode,
             .meaning = "auto: fused with --coc-fused-kernel, else chunked with --coc-parallel-num, "
