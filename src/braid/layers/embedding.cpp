@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "braid/comm/collectives.h"
@@ -30,83 +29,71 @@ void check_tokens(const at::Tensor& tokens, std::int64_t vocab_size, const char*
               ", but the vocabulary has ", vocab_size);
 }
 
-struct Holder : torch::CustomClassHolder {
-  explicit Holder(EmbeddingOptions o) : options(std::move(o)) {}
-  EmbeddingOptions options;
-};
-
-/// Counts of sorted values below each end, without those below the end before.
-std::vector<std::int64_t> counts_by_part(const at::Tensor& sorted, const at::Tensor& ends) {
-  const at::Tensor below = at::searchsorted(sorted, ends);
-  const at::Tensor counts = at::diff(below, 1, 0, at::zeros({1}, at::kLong));
-  return {counts.const_data_ptr<std::int64_t>(),
-          counts.const_data_ptr<std::int64_t>() + counts.numel()};
-}
-
 /// With sequence parallelism: which rows of the table go where, from the rank that has one to the one whose token it
 /// is. Every rank knows all tokens.
 struct Routes {
-  Routes(const std::shared_ptr<Group>& group, const at::Tensor& tokens, std::int64_t vocab_size) {
-    const auto ends = [&](std::int64_t rows) {
-      return at::cumsum(at::tensor(split_rows(rows, group->size()), at::kLong), 0);
-    };
-    const at::Tensor ranks_of_rows =
-        at::bucketize(tokens, ends(vocab_size), /*out_int32=*/false, /*right=*/true);
-    given = at::nonzero(at::eq(ranks_of_rows, group->rank())).flatten();
-    given_to = counts_by_part(given, ends(tokens.size(0)));
-    const RowRange own = own_part(group, tokens.size(0));
-    at::Tensor sorted;
-    std::tie(sorted, taken) = at::sort(ranks_of_rows.narrow(0, own.begin, own.length),
-                                       /*stable=*/std::optional<bool>(true), 0);
-    taken_from = counts_by_part(sorted, at::arange(1, group->size() + 1, at::kLong));
+  Routes(const Group& group, const at::Tensor& tokens, std::int64_t vocab_size) {
+    const at::Tensor ends =
+        at::cumsum(at::tensor(split_rows(vocab_size, group.size()), at::kLong), 0);
+    const at::Tensor owners = at::bucketize(tokens, ends, /*out_int32=*/false, /*right=*/true);
+    const auto parts = owners.split_with_sizes(split_rows(tokens.size(0), group.size()));
+    const at::Tensor& own = parts[static_cast<std::size_t>(group.rank())];
+    given = at::nonzero(at::eq(owners, group.rank())).flatten();
+    taken = at::argsort(own, /*stable=*/true, 0);
+    for (int peer = 0; peer < group.size(); ++peer) {
+      const at::Tensor& part = parts[static_cast<std::size_t>(peer)];
+      given_to.push_back(at::eq(part, group.rank()).sum().item<std::int64_t>());
+      taken_from.push_back(at::eq(own, peer).sum().item<std::int64_t>());
+    }
   }
 
-  at::Tensor given,
-      taken;  // positions: of the tokens whose rows are here; of the own tokens, by rank
+  at::Tensor given;                                // places of the tokens whose rows are here
+  at::Tensor taken;                                // places among the own tokens, by rank
   std::vector<std::int64_t> given_to, taken_from;  // by rank
 };
 
+struct Saved : torch::CustomClassHolder {
+  explicit Saved(EmbeddingOptions o) : options(std::move(o)) {}
+  EmbeddingOptions options;
+  std::optional<Routes> routes;
+};
+
 struct Embedding : torch::autograd::Function<Embedding> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight,
-                            const at::Tensor& tokens, std::int64_t begin, std::int64_t vocab_size,
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight, at::Tensor tokens,
+                            std::int64_t begin, std::int64_t vocab_size,
                             const EmbeddingOptions& options) {
+    auto saved = c10::make_intrusive<Saved>(options);
+    if (is_split(options.group) && options.sequence_parallel) {
+      saved->routes.emplace(*options.group, tokens, vocab_size);
+      tokens = tokens.index_select(0, saved->routes->given);
+    }
+    at::Tensor y = at::empty({tokens.size(0), weight.size(1)}, weight.options());
+    {
+      const trace::Span span(trace::Kind::compute, "embedding");
+      row_kernels::gather_rows(weight, tokens, begin, y);
+    }
     ctx->save_for_backward({tokens});
     ctx->saved_data["begin"] = begin;
-    ctx->saved_data["vocab_size"] = vocab_size;
     ctx->saved_data["num_rows"] = weight.size(0);
-    ctx->saved_data["options"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(options));
-    const auto look_up = [&](const at::Tensor& ids) {
-      const trace::Span span(trace::Kind::compute, "embedding");
-      at::Tensor rows = at::empty({ids.size(0), weight.size(1)}, weight.options());
-      row_kernels::gather_rows(weight, ids, begin, rows);
-      return rows;
-    };
-    if (!is_split(options.group)) return look_up(tokens);
-    const Group& group = *options.group;
-    if (!options.sequence_parallel) {
-      const at::Tensor y = look_up(tokens);
-      return all_reduce(group, y, ReduceOp::sum, y);
-    }
-    const Routes routes(options.group, tokens, vocab_size);
-    const at::Tensor taken = start_all_to_all(group, look_up(tokens.index_select(0, routes.given)),
-                                              routes.given_to, routes.taken_from)
-                                 .wait();
-    return at::empty_like(taken).index_copy_(0, routes.taken, taken);
+    ctx->saved_data["state"] = c10::IValue::make_capsule(saved);
+    if (!is_split(options.group)) return y;
+    if (!saved->routes) return all_reduce(*options.group, y, ReduceOp::sum, y);
+    const Routes& routes = *saved->routes;
+    const at::Tensor rows =
+        start_all_to_all(*options.group, y, routes.given_to, routes.taken_from).wait();
+    return at::empty_like(rows).index_copy_(0, routes.taken, rows);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    at::Tensor tokens = ctx->get_saved_variables()[0];
-    const auto holder =
-        c10::static_intrusive_pointer_cast<Holder>(ctx->saved_data["options"].toCapsule());
-    const EmbeddingOptions& options = holder->options;
+    const at::Tensor tokens = ctx->get_saved_variables()[0];
+    const auto saved =
+        c10::static_intrusive_pointer_cast<Saved>(ctx->saved_data["state"].toCapsule());
+    const EmbeddingOptions& options = saved->options;
     at::Tensor dy = grads[0];
-    if (is_split(options.group) && options.sequence_parallel) {
-      const Routes routes(options.group, tokens, ctx->saved_data["vocab_size"].toInt());
-      dy = start_all_to_all(*options.group, dy.index_select(0, routes.taken), routes.taken_from,
-                            routes.given_to)
+    if (const auto& routes = saved->routes)
+      dy = start_all_to_all(*options.group, dy.index_select(0, routes->taken), routes->taken_from,
+                            routes->given_to)
                .wait();
-      tokens = tokens.index_select(0, routes.given);
-    }
     const trace::Span span(trace::Kind::compute, "embedding_backward");
     at::Tensor dw = options.main_grad;
     if (!dw.defined())

@@ -208,12 +208,18 @@ Plan by_rule(const Group& group, const Key& key) {
   return plan;
 }
 
+/// A plan without what this operation or this group cannot have.
+Plan without_impossible(const Group& group, const Key& key, Plan plan) {
+  plan.ring = plan.ring && plan.num_chunks == 0 && key.reduces && group.on_one_host();
+  plan.native = plan.native && key.has_native && !plan.ring;
+  return plan;
+}
+
 /// As the caller's options say; mode automatic aside.
 Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) {
   Plan plan = by_rule(group, key);
-  if (options.native) plan.native = *options.native && key.has_native;
-  plan.ring = options.ring && key.reduces && options.mode == Mode::fused && group.on_one_host();
-  if (plan.ring) plan.native = false;
+  plan.native = options.native.value_or(plan.native);
+  plan.ring = options.ring;
   plan.num_chunks = options.mode == Mode::serial ? 1 : options.num_chunks;
   if (options.mode == Mode::chunked) {
     BRAID_CHECK(options.num_chunks >= 1, key.op, ": num_chunks is ", options.num_chunks,
@@ -221,7 +227,7 @@ Plan as_asked(const Group& group, const Key& key, const MatmulOptions& options) 
   } else if (options.mode == Mode::fused) {
     plan.num_chunks = 0;
   }
-  return plan;
+  return without_impossible(group, key, plan);
 }
 
 }  // namespace
@@ -253,9 +259,7 @@ Plan choose(const Group& group, const Key& key, const MatmulOptions& options,
   const std::string first = first_choice(group, key);
   Plan plan;
   if (!first.empty()) {
-    plan = plan_from_text(first);
-    plan.ring = plan.ring && key.reduces && group.on_one_host();
-    plan.native = plan.native && key.has_native && !plan.ring;
+    plan = without_impossible(group, key, plan_from_text(first));
   } else if (live && in_flight) {
     return in_flight_rules[in_group] = by_rule(group, key);
   } else if (live) {
