@@ -78,7 +78,7 @@ def main():
                 line["wire_s"] = wire_bytes(op, k) * 8 / rate
                 limit = max(line["gemm_s"], line["wire_s"])
                 print(f"{op:<22} {k:>5} {ratio:>5} {1e3 * line['gemm_s']:>8.1f} {1e3 * line['wire_s']:>8.1f} {1e-6 * rate:>7.0f}  "
-                      f"{0.5 * (line['auto_s'] + line['auto_again_s']) / limit:>5.2f} {line['serial_shm_s'] / limit:>6.2f} "
+                      f"{0.5 * (line['auto_s'] + line['auto_again_s']) / limit:>5.2f} {line['serial_s'] / limit:>6.2f} "
                       f"{line['serial_gloo_s'] / limit:>5.2f}  {line['auto_mode']:<11} "
                       f"{1e3 * line['comm_cpu_s'] / (wire_bytes(op, k) / 2**20):>6.2f}", flush=True)
                 keep(args.json, line)

@@ -36,7 +36,7 @@ struct OpCase {
 /// communication alone and c10d's own collective over Gloo.
 ///   rounds  of each case; fewer, but at least 5, for cases that take longer than some seconds;
 ///           plans that take twice as long as a long best one are timed once
-///   json    one line a case: op, m, n, k, dtype, ranks; seconds: gemm_s, serial_gloo_s, serial_shm_s
+///   json    one line a case: op, m, n, k, dtype, ranks; seconds: gemm_s, serial_gloo_s, serial_s
 ///           and fused_s (the faster half form), auto_s and auto_again_s (the same once more: what
 ///           they differ by is noise), auto_mode, one <plan>_s for every candidate of auto, best_mode
 ///   Order   collective

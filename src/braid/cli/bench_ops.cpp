@@ -116,7 +116,7 @@ nlohmann::json as_json(const OpCase& c, int ranks, const OpTimes& t) {
                       {"auto_again_s", t.auto_again},
                       {"auto_mode", t.auto_mode},
                       {"best_mode", t.best("")->name},
-                      {"serial_shm_s", t.best("serial")->s}};
+                      {"serial_s", t.best("serial")->s}};
   if (const Way* fused = t.best("fused")) line["fused_s"] = fused->s;
   for (const Way& way : t.plans) line["plans_s"][way.name] = way.s;
   for (const Way& way : t.communication) line[way.name + "_s"] = way.s;

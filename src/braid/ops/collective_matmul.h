@@ -26,17 +26,17 @@
 namespace braid {
 
 enum class Mode : std::uint8_t {
-  serial,   // one collective, one matmul
-  chunked,  // num_chunks collectives, each beside the next chunk's matmul
-  fused,  // matmuls read and write the memory of their host; between hosts a rank's rows travel as one tile
+  serial,     // one collective, one matmul
+  chunked,    // num_chunks collectives, each beside the next chunk's matmul
+  fused,      // matmuls read and write their peers' memory; between hosts a rank's rows are one tile
   automatic,  // the tuner's choice
 };
 
 struct MatmulOptions {
   Mode mode = Mode::automatic;
   int num_chunks = 2;  // of mode chunked; at most 32, and no more than there are rows
-  // Of mode fused, reductions, on one host: one partial goes round and every matmul adds to it, instead of
-  // partials straight to the owner (NOTE [ring] in comm/fused_reduce.cpp).
+  // Of mode fused, reductions, on one host: one partial goes round and every matmul adds to it,
+  // instead of partials straight to the owner (NOTE [ring] in comm/fused_reduce.cpp).
   bool ring = false;
   // Half types: multiplied in their own type (true), or through f32; not given: what is faster on
   // this CPU, by type and number of rows. Mode automatic measures it.
