@@ -13,7 +13,7 @@ def table(head, rows):
     print()
 
 
-MODES = {"serial, Gloo": "serial_gloo", "serial, shared memory": "serial_shm", "fused": "fused", "auto": "auto"}
+MODES = {"serial, Gloo": "serial_gloo", "serial": "serial", "fused": "fused", "auto": "auto"}
 
 
 def ratios(cases):
@@ -41,13 +41,13 @@ def step_table(cases):
     def median(key, name):
         return statistics.median(case[name] for case in repeats[key])
 
-    whole = next(median(key, "step_s") for key in repeats if key[0] == 1)
+    whole = next((median(key, "step_s") for key in repeats if key[0] == 1), None)
     rows = []
     for key in repeats:
         times = [f"{1e3 * median(key, name):.0f}"
                  for name in ("step_s", "compute_s", "comm_s", "hidden_comm_s", "exposed_comm_s")]
         mode = key[1] if key[0] > 1 else "one core"
-        rows.append([f"TP {key[0]}", mode, *times, f"{median(key, 'step_s') / whole:.2f}"])
+        rows.append([f"TP {key[0]}", mode, *times, f"{median(key, 'step_s') / whole:.2f}" if whole else "-"])
     table(["training step", "mode", "ms", "compute", "communication", "hidden", "exposed", "/ TP 1"], rows)
 
 

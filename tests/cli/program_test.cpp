@@ -14,6 +14,7 @@ namespace {
 
 using testing::ContainsRegex;
 using testing::HasSubstr;
+using testing::Not;
 using testing::StartsWith;
 
 struct Outcome {
@@ -115,6 +116,22 @@ TEST(Program, BenchOpsOfAnyShape) {
   expect_refused("bench ops --m 4 --n 4 --k 4", "--op is required");
   expect_refused("bench ops --sweep --m 5", "--m is 5");
   expect_refused("bench int8 --rounds many", "--rounds is 'many', expected an integer");
+}
+
+TEST(Program, HelpOfABenchIsOfWhatItNeeds) {
+  const auto [code, output] = braid("bench step --help");
+  EXPECT_EQ(code, 0);
+  EXPECT_THAT(output, HasSubstr("--num-layers N (required)"));
+  EXPECT_THAT(output, HasSubstr("--train-iters N=10"));
+  for (const char* flag : {"--data-path", "--save", "--eval-iters"})
+    EXPECT_THAT(output, Not(HasSubstr(flag)));
+  EXPECT_THAT(braid("train --help").output, HasSubstr("--data-path PATH (required)"));
+}
+
+TEST(Program, UnknownFlagsOfAllCommandsHaveAHint) {
+  expect_refused("launch --nproc-per-node 2 -- true", "did you mean --nproc?");
+  expect_refused("bench ops --row 4", "unknown flag --row");
+  expect_refused("--verbose", "unknown flag --verbose");
 }
 
 TEST(Program, BenchInt8) {

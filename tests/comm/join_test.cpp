@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "braid/comm/reach.h"
 #include "braid/comm/spawn.h"
 
 namespace braid {
@@ -157,6 +158,23 @@ TEST(CheckSame, NamesBothRanksAndValuesOnAllRanks) {
   EXPECT_THAT(errors, testing::Each("--lr of rank 0 is 0.5, of rank 2 0.25"));
 }
 
+TEST(CheckSame, NamesAllThatDiffers) {
+  const auto errors = errors_of(3, [](const Place& place, c10d::Store& store) {
+    check_same(place, store, "topic", {{"a", 0}, {"b", place.rank}, {"c", 10 * place.rank}},
+               5000ms);
+  });
+  EXPECT_THAT(errors,
+              testing::Each("b of rank 0 is 0, of rank 1 1; c of rank 0 is 0, of rank 1 10"));
+}
+
+TEST(CheckSame, ManyMissingRanksAreCounted) {
+  const auto errors = errors_of(20, [](const Place& place, c10d::Store& store) {
+    if (place.rank == 0) check_same(place, store, "topic", {{"a", 1}}, 300ms);
+  });
+  EXPECT_EQ(errors[0],
+            "lost: ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more of 20 did not come within 0.3 s");
+}
+
 TEST(CheckSame, AFactThatARankLacks) {
   const auto errors = errors_of(2, [](const Place& place, c10d::Store& store) {
     nlohmann::json facts{{"a", 1}};
@@ -214,6 +232,40 @@ TEST(CheckSame, RankZeroStaysUntilItIsHeard) {
   EXPECT_FALSE(left);
   store->add("braid/topic/heard", 1);
   rank.join();
+}
+
+std::vector<std::string> reach_errors(int num_ranks,
+                                      const std::function<bool(int rank)>& takes_part = {}) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(500ms);
+  return errors_of(num_ranks, [&](Place place, c10d::Store&) {
+    place.local_world_size = num_ranks;
+    if (!takes_part || takes_part(place.rank)) check_reach(place, store);
+  });
+}
+
+TEST(CheckReach, RanksThatListenAreReached) { EXPECT_THAT(reach_errors(3), testing::Each("")); }
+
+TEST(CheckReach, NamesARankThatDoesNotCome) {
+  EXPECT_THAT(reach_errors(3, [](int rank) { return rank != 1; }),
+              testing::ElementsAre("lost: rank 1 of 3 did not come within 0.5 s", "",
+                                   "lost: rank 1 of 3 did not come within 0.5 s"));
+}
+
+TEST(CheckReach, NamesWhoIsNotReachedOnAllRanks) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(500ms);
+  // Rank 0 is elsewhere: nothing listens here at its port.
+  store->set("braid/listens/0", std::to_string(free_port()) + " 127.0.0.1");
+  store->set("braid/reaches/0", "");
+  const auto errors = errors_of(3, [&](Place place, c10d::Store&) {
+    place.local_world_size = 3;
+    if (place.rank > 0) check_reach(place, store);
+  });
+  for (const int rank : {1, 2})
+    EXPECT_THAT(errors[static_cast<std::size_t>(rank)],
+                testing::AllOf(HasSubstr("can't reach rank 0 at 127.0.0.1:"),
+                               HasSubstr("nothing listens there"), HasSubstr("LOCAL_WORLD_SIZE")));
 }
 
 TEST(JoinRun, KnowsOtherCode) {

@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "tests/support/environment.h"
+#include "tests/support/errors.h"
 #include "tests/support/folders.h"
 #include "tests/support/pids.h"
 #include "tests/support/processes.h"
@@ -69,9 +70,27 @@ TEST(Launch, GivesEachRankItsPlace) {
   EXPECT_EQ(folder.wait_for("2"), "2/3 2/3 127.0.0.1\n");
 }
 
+TEST(Launch, TellsProgramsOfPyTorchTheirThreadsAndInterface) {
+  test::ScopedEnvironment unset({{"OMP_NUM_THREADS", ""}, {"GLOO_SOCKET_IFNAME", ""}});
+  ::unsetenv("OMP_NUM_THREADS");
+  ::unsetenv("GLOO_SOCKET_IFNAME");
+  Folder folder;
+  test::ScopedEnvironment environment({{"DIR", folder.path().string()}});
+  Nodes hosts;
+  hosts.interface = "lo";
+  EXPECT_EQ(
+      launch_ranks(
+          64, {"-c", "[ $RANK = 0 ] && echo \"$OMP_NUM_THREADS $GLOO_SOCKET_IFNAME\" >$DIR/0; :"},
+          "sh", hosts),
+      0);
+  EXPECT_EQ(folder.wait_for("0"), "1 lo\n");
+}
+
 TEST(Launch, RefusesWhatCannotRun) {
   EXPECT_THROW(launch_ranks(0, {}), c10::ValueError);
   EXPECT_THROW(launch_ranks(2, {}, "/no/such/program"), c10::ValueError);
+  EXPECT_THAT(test::value_error([] { launch_ranks(2, {}, "no_such_script.py"); }),
+              HasSubstr("HINT: python no_such_script.py"));
 }
 
 // Every rank and what it has started: `sleep` in the background.

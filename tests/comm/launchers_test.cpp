@@ -134,6 +134,19 @@ void expect_end_without(int killed) {
 TEST(Launchers, EndWhenHostZerosIsKilled) { expect_end_without(0); }
 TEST(Launchers, EndWhenAnotherIsKilled) { expect_end_without(1); }
 
+void expect_end_without_frozen(int frozen) {
+  TestHosts hosts(2, 1, "echo $$ >$DIR/$RANK; sleep 1");  // the ranks themselves end well
+  for (const char* rank : {"0", "1"}) hosts.wait_for_pid(rank);
+  hosts.kill(frozen, SIGSTOP);
+  const auto ended = hosts.wait(1 - frozen, 2s + kEndOfRun);
+  EXPECT_EQ(ended.exit_code, 1) << ended.signal;
+  EXPECT_THAT(ended.output, HasSubstr("lost host " + std::to_string(frozen)));
+  hosts.kill(frozen);
+  (void)hosts.wait(frozen);
+}
+TEST(Launchers, EndWhenHostZerosIsFrozen) { expect_end_without_frozen(0); }
+TEST(Launchers, EndWhenAnotherIsFrozen) { expect_end_without_frozen(1); }
+
 void expect_end_by_interrupt(int interrupted) {
   TestHosts hosts(
       2, 1,

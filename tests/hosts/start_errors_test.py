@@ -51,7 +51,8 @@ def at_once(*checks):
 
 def wrong_addresses(folder):
     train = folder.launch("run", 1, TP2)
-    unreached = r"{} can't be reached within 4 s: {}\. HINT: braid launch with --node-rank 0 on that host"
+    unreached = r"{} can't be reached within 4 s: {}"
+    hint = r"\. HINT: braid launch with --node-rank 0 on that host"
     missing = r"braid: error: host 1 of 2 \(--node-rank\) did not come to 10\.77\.0\.1:29500 within 4 s"
     at_once(
         *[(what, 2, f"{ON.format(1)} MASTER_ADDR={address}; {train}", 1, missing,
@@ -59,7 +60,7 @@ def wrong_addresses(folder):
           for what, address, why in (("nobody has the address", "10.77.0.9", "(No route to host|Connection timed out)"),
                                      ("no route", "10.78.0.9", "Network is unreachable"),
                                      ("no such name", "nowhere.invalid", r"the name is not known \(.*\)"),
-                                     ("nothing listens", "10.77.0.2", "Connection refused, nothing listens there"))],
+                                     ("nothing listens", "10.77.0.2", "Connection refused, nothing listens there" + hint))],
         ("all have a wrong address", 2, f"MASTER_ADDR=10.77.0.2; {train}", [2, 1],
          r"braid: error: --master-addr 10\.77\.0\.2 does not lead to this host, which has --node-rank 0: .*",
          unreached.format(STORE + r"10\.77\.0\.2:29500", ".*")),
@@ -80,6 +81,17 @@ def wrong_addresses(folder):
          [1, 1, 0], *["braid: error: rank 2 of 3 did not come within 2 s"] * 2, ""))
     check("an interface that is not there", 2, as_rank(f"BRAID_INTERFACE=eth7 {folder.train('run', TP2)}"), 2,
           "braid: error: BRAID_INTERFACE is 'eth7', which is no network interface and no address of this host")
+    unreached_rank = r"braid: error: (rank \d: )?rank 0 can't reach rank 1 at 10\.88\.0\.2:\d+: {}\. HINT: another network by --interface or .*"
+    other_network = ("ip link add d0 type veth peer name d1; ip addr add 10.88.0.$((NODE_RANK + 1))/32 dev d0; ip link set d0 up; "
+                     "ip route add {} 10.88.0.0/24 {}; ")
+    check("a network that is cut off", 2, other_network.format("blackhole", "") + train.replace("--nproc", "--interface d0 --nproc"), 1,
+          unreached_rank.format("Invalid argument") + r"\n(.*\n)?braid: error: rank \d .* exited with code 1; the run has ended", within=10)
+    check("a network that swallows all", 2,
+          other_network.format("", "via 10.77.0.99 dev eth0") + "ip neigh add 10.77.0.99 lladdr 02:00:00:00:00:99 dev eth0; " +
+          as_rank(f"BRAID_INTERFACE=d0 {folder.train('run', TP2)}"), 1, unreached_rank.format("Connection timed out"), within=10)
+    check("ranks that are told to be on one host", 2,
+          as_rank(folder.train("run", TP2)).replace("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "LOCAL_RANK=$NODE_RANK LOCAL_WORLD_SIZE=2"), 1,
+          r"braid: error: rank 0 can't reach rank 1 at 127\.0\.0\.1:\d+: .*\. HINT: .*LOCAL_WORLD_SIZE.*", within=10)
     check("an interface that reaches nobody", 2, train.replace("--nproc", "--interface lo --nproc"), 2,
           "braid: error: --interface is 'lo', which other hosts can't reach, and --nnodes is 2")
 
@@ -94,6 +106,16 @@ def unlike_ranks(folder):
         file.write("less text; " * 1000)
     check("other data", 2, f"{ON.format(1)} DATA='--data-path {other_text}'; {train} $DATA", 2,
           'braid: error: --data-path of rank 0 is "[0-9]+ tokens", of rank 1 "11000 tokens"')
+    check("no data on one host", 2, f"{ON.format(1)} mount -t tmpfs none {folder.path}; {train}".replace(folder.braid, "braid", 0), 2,
+          rf"braid: error: rank 1 \(pid \d+ on host 1\): --data-path {folder.text}: no such file or folder")
+    check("a trace of one host", 2, f"{ON.format(1)} TRACE=--trace; {train} $TRACE", 2,
+          'braid: error: --trace of rank 0 is "none", of rank 1 "a file"')
+    check("a tuner's file of one host", 2, f"{ON.format(0)} TUNER='--use-coc --tuner-file {folder.path}/tuner.json'; {train} --use-coc $TUNER", 2,
+          'braid: error: --tuner-file of rank 0 is "a file", of rank 1 "none"')
+    check("checkpoints for another run", 2, folder.launch("saved", 1, f"{TP2} --save-interval 3"), 0, "", within=20)
+    load = f"{TP2} --load {folder.path}/saved/checkpoint/iter_000000$((3 + 3 * NODE_RANK))"
+    differ = r'braid: error: --load of rank 0 is "iteration 3, hash [0-9a-f]{8}", of rank 1 "iteration 6, hash [0-9a-f]{8}"'
+    check("another checkpoint on each host", 2, folder.launch("run", 1, load), 2, differ + "(; .*)?")
     other = os.path.join(folder.path, "other_braid")
     with_other_build(folder.braid, other)
     build = r'"0\.[0-9.]+ \(build [0-9a-f]{16}\)"'
@@ -116,13 +138,13 @@ def two_runs(folder):
     second = folder.launch("second", 1, TP2)
     wait = f"until [ -s {folder.path}/run/metrics.jsonl ]; do sleep 0.05; done; "
     run_id = r"braid launch, pid \d+ on .*"
-    check("two runs of braid launch", 2, f"{first} 2>/dev/null & {wait} {second}; code=$?; sleep 1; kill %1; wait; exit $code", 1,
+    check("two runs of braid launch", 2, f"{first} 2>/dev/null & {wait} {second}; code=$?; sleep 1; kill %1 2>/dev/null; wait; exit $code", 1,
           r"braid: error: the run's store can't be hosted: can't listen on port 29500: Address already in use; there is "
           rf"another run's store: {run_id}, 2 ranks\. HINT: another port",
           rf"{STORE}10\.77\.0\.1:29500 belongs to another run, which has begun with all its hosts: {run_id}, 2 ranks", within=9)
     os.remove(f"{folder.path}/run/metrics.jsonl")
     first, second = as_rank(folder.train("run", f"{TP2} {endless} --log-interval 100000")), as_rank(folder.train("second", TP2))
-    check("two runs that nothing tells apart", 2, f"{first} 2>/dev/null & {wait} {second}; code=$?; sleep 1; kill %1; wait; exit $code", 1,
+    check("two runs that nothing tells apart", 2, f"{first} 2>/dev/null & {wait} {second}; code=$?; sleep 1; kill %1 2>/dev/null; wait; exit $code", 1,
           r"braid: error: the run's store can't be hosted: .* there is another run's store: 2 ranks\. HINT: another port",
           rf"{STORE}10\.77\.0\.1:29500 \(rank 1\) belongs to another run, or to a program that ran before, or RANK is given twice: rank 1 is pid \d+ on .* there, "
           r"pid \d+ on .* here", within=9)

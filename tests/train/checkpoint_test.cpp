@@ -8,6 +8,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <fstream>
 #include <mutex>
 #include <optional>
 
@@ -83,6 +84,28 @@ TEST(Checkpoint, FilesAreTheSameWhateverTheDegree) {
               test::read_text(four / ("iter_0000020/" + std::string(name))))
         << name;
   }
+}
+
+TEST(Checkpoint, FingerprintIsOfIterationAndContents) {
+  const TemporaryFolder one, four, later;
+  save(one.path(), 1, 20);
+  save(four.path(), 4, 20);
+  save(later.path(), 1, 40);
+  const std::string fingerprint = Checkpoint(one.path()).fingerprint();
+  EXPECT_THAT(fingerprint, testing::StartsWith("iteration 20, hash "));
+  EXPECT_EQ(Checkpoint(four.path()).fingerprint(), fingerprint);
+  EXPECT_THAT(Checkpoint(later.path()).fingerprint(), testing::StartsWith("iteration 40, hash "));
+
+  std::fstream file(one / "iter_0000020/model.safetensors",
+                    std::ios::in | std::ios::out | std::ios::binary);
+  std::uint64_t header_bytes = 0;
+  file.read(reinterpret_cast<char*>(&header_bytes), sizeof header_bytes);
+  file.seekg(static_cast<std::streamoff>(sizeof header_bytes + header_bytes));
+  const auto byte = static_cast<char>(file.get() ^ 1);
+  file.seekp(static_cast<std::streamoff>(sizeof header_bytes + header_bytes));
+  file.put(byte);
+  file.close();
+  EXPECT_NE(Checkpoint(one.path()).fingerprint(), fingerprint);
 }
 
 TEST(Checkpoint, FolderHoldsTheNewestAndKeepsTheOld) {

@@ -103,7 +103,7 @@ void add_bench_step(CLI::App& bench, Body& body) {
       bool json = false;
       CLI::App flags{"Times training steps on random tokens; --train-iters of them are measured.",
                      "braid bench step"};
-      add_flags(flags, config);
+      add_flags(flags, config, /*needs_data=*/false);
       flags.add_flag("--json", json, "one JSON line");
       if (const auto text = parse(flags, arguments)) {
         print_text(*text);

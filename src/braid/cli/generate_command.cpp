@@ -83,7 +83,9 @@ std::string written(const Request& request, const Tokens& tokens) {
 nlohmann::json facts_of(const Request& request, const Flags& flags) {
   const auto& options = request.options;
   const nlohmann::json prompts = request.prompts;
-  nlohmann::json model, facts{{"--bf16", flags.bf16},
+  nlohmann::json model, facts{{"--load", request.checkpoint.fingerprint()},
+                              {"--tuner-file", flags.tuner_file.empty() ? "none" : "a file"},
+                              {"--bf16", flags.bf16},
                               {"--int8", flags.int8},
                               {"--max-new-tokens", options.max_new_tokens},
                               {"--temperature", options.sampling.temperature},

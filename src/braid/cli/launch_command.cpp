@@ -50,7 +50,7 @@ void add_launch(CLI::App& app, Body& body) {
       ->add_option("--interface", hosts.interface,
                    "network interface, or address of this host, for messages between hosts "
                    "(BRAID_INTERFACE's, else the one towards --master-addr)")
-      ->option_text("NAME");
+      ->option_text("NAME-OR-ADDRESS");
   launch->add_option("command", flags->command, "the program and its arguments, after --")
       ->option_text("PROGRAM ARGUMENTS...");
   launch->positionals_at_end();

@@ -14,6 +14,7 @@
 #include "braid/core/check.h"
 #include "braid/core/log.h"
 #include "braid/core/memory.h"
+#include "braid/train/config.h"
 
 namespace {
 
@@ -63,6 +64,8 @@ int main(int argc, char** argv) {
       (void)app.exit(asked, text);
       braid::cli::print_text(text.str());
       return 0;
+    } catch (const CLI::ExtrasError&) {
+      braid::explain_extras(app);
     }
     BRAID_CHECK(body, "no command given. HINT: braid --help");
     return body();

@@ -42,7 +42,7 @@ void add_tune(CLI::App& app, Body& body) {
       config.use_coc = true;
       CLI::App flags{"Measures, on random tokens, how each operation of a training step runs best.",
                      "braid tune"};
-      add_flags(flags, config);
+      add_flags(flags, config, /*needs_data=*/false);
       if (const auto text = parse(flags, arguments)) {
         print_text(*text);
         return 0;

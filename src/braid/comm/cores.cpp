@@ -13,6 +13,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "braid/comm/join.h"
+
 namespace braid {
 namespace {
 
@@ -87,7 +89,7 @@ void share_cores(const Place& place, c10d::Store& store) {
     store.set(key(place.rank), mine);
     std::size_t sharers = 0, index = 0;
     for (int rank = 0; rank < place.world_size; ++rank) {
-      if (store.get_to_str(key(rank)) != mine) continue;
+      if (said_by(place, store, key(rank), rank) != mine) continue;
       if (rank == place.rank) index = sharers;
       ++sharers;
     }

@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "braid/comm/cores.h"
+#include "braid/comm/reach.h"
 #include "braid/comm/spawn.h"
 #include "braid/core/build.h"
 #include "braid/core/check.h"
@@ -28,7 +29,8 @@ using std::chrono_literals::operator""ms;
 using std::chrono_literals::operator""s;
 using StorePointer = c10::intrusive_ptr<c10d::Store>;
 
-constexpr auto kAnswer = 10s;  // of a store that is reached
+constexpr auto kAnswer =
+    30s;  // of a store that is reached; libtorch asks name servers for addresses' names first
 constexpr auto kFarewell =
     2s;  // for the others to read why the run ends, where this rank hosts the store
 
@@ -87,6 +89,16 @@ void check_interface(const Place& place) {
               place.local_world_size, " of them on this host");
 }
 
+std::string text_of_missing_ranks(const std::vector<int>& ranks, const Place& place,
+                                  std::chrono::milliseconds timeout) {
+  constexpr std::ptrdiff_t kMost = 8;
+  const auto shown = std::min(std::ssize(ranks), kMost), more = std::ssize(ranks) - shown;
+  return fmt::format("rank{} {}{} of {} did not come within {} s", ranks.size() == 1 ? "" : "s",
+                     fmt::join(ranks.begin(), ranks.begin() + shown, ", "),
+                     more > 0 ? fmt::format(" and {} more", more) : "", place.world_size,
+                     static_cast<double>(timeout.count()) / 1000.0);
+}
+
 /// One comparison of all ranks, at keys of its own. Rank 0 judges, so that all say the same.
 class Comparison {
  public:
@@ -102,13 +114,13 @@ class Comparison {
     if (place_.rank == 0) {
       verdict = judge(facts);
       store_.set(key("verdict"), verdict.dump());
-      if (!verdict.empty()) wait_until_heard();
+      if (!verdict.empty()) part(place_, store_, topic_, place_.world_size - std::ssize(missing()));
     } else {
       if (comes(key("verdict")))
         verdict = nlohmann::json::parse(store_.get_to_str(key("verdict")));
       else
         verdict["missing"] = text_of_missing();
-      if (!verdict.empty()) hear();
+      if (!verdict.empty()) part(place_, store_, topic_, 0);
     }
     if (verdict.contains("missing"))
       C10_THROW_ERROR(DistBackendError, verdict["missing"].get<std::string>());
@@ -132,18 +144,20 @@ class Comparison {
   }
 
   nlohmann::json judge(const nlohmann::json& facts) {
-    nlohmann::json differs = nlohmann::json::object();
+    std::string differs;
     for (int rank = 1; rank < place_.world_size; ++rank) {
       if (!comes(key_of(rank))) return {{"missing", text_of_missing()}};
+      if (!differs.empty()) continue;
       const auto other = nlohmann::json::parse(store_.get_to_str(key_of(rank)));
       for (const auto& [name, value] : facts.items()) {
         const auto theirs = other.value(name, nlohmann::json());
-        if (value != theirs && differs.empty())
-          differs = {{"differs", fmt::format("{} of rank 0 is {}, of rank {} {}", name,
-                                             value.dump(), rank, theirs.dump())}};
+        if (value != theirs)
+          differs += fmt::format("{}{} of rank 0 is {}, of rank {} {}", differs.empty() ? "" : "; ",
+                                 name, value.dump(), rank, theirs.dump());
       }
     }
-    return differs;
+    if (differs.empty()) return nlohmann::json::object();
+    return {{"differs", differs}};
   }
 
   std::vector<int> missing() {
@@ -155,23 +169,7 @@ class Comparison {
 
   std::string text_of_missing() {
     const auto ranks = missing();
-    return fmt::format("rank{} {} of {} did not come within {} s", ranks.size() == 1 ? "" : "s",
-                       fmt::join(ranks, ", "), place_.world_size, timeout_.count() / 1000.0);
-  }
-
-  void hear() {
-    try {
-      store_.add(key("heard"), 1);
-    } catch (const c10::DistNetworkError&) {  // rank 0 has gone, with the store
-    }
-  }
-
-  /// Where this rank hosts the store, the store goes with it.
-  void wait_until_heard() {
-    const auto others = place_.world_size - 1 - static_cast<std::int64_t>(missing().size());
-    for (const auto until = Clock::now() + kFarewell;
-         store_.add(key("heard"), 0) < others && Clock::now() < until;)
-      std::this_thread::sleep_for(5ms);
+    return text_of_missing_ranks(ranks, place_, timeout_);
   }
 
   const Place& place_;
@@ -235,7 +233,7 @@ StorePointer open_store(const std::string& address, int port, Deadline deadline)
       opened->set_exception(std::current_exception());
     }
   }).detach();
-  std::string why = "it does not answer";
+  std::string why = fmt::format("it does not answer within {} s", wait.count() / 1000.0);
   if (result.wait_for(wait) == std::future_status::ready) {
     try {
       return result.get();
@@ -296,8 +294,33 @@ StorePointer join_run(const Place& place, std::chrono::milliseconds timeout) {
   check_same(place, *store, "code", {{"braid", build_text()}, {"libtorch", libtorch_version()}},
              timeout);
   if (place.world_size > 1 && place.rank == 0) warn_of_other_cpus(place, *store);
+  // Ranks that braid has started on one host reach it by loopback.
+  if (place.world_size > 1 && !(place.launched && place.on_one_host())) check_reach(place, store);
   share_cores(place, *store);
   return store;
+}
+
+void part(const Place& place, c10d::Store& store, const std::string& topic,
+          std::int64_t num_ranks) {
+  const auto heard = fmt::format("braid/{}/heard", topic);
+  if (place.rank == 0) {
+    for (const auto until = Clock::now() + kFarewell;
+         store.add(heard, 0) < num_ranks - 1 && Clock::now() < until;)
+      std::this_thread::sleep_for(5ms);
+    return;
+  }
+  try {
+    store.add(heard, 1);
+  } catch (const c10::DistNetworkError&) {  // rank 0 has gone, with the store
+  }
+}
+
+std::string said_by(const Place& place, c10d::Store& store, const std::string& key, int rank) {
+  try {
+    return store.get_to_str(key);
+  } catch (const c10::DistStoreError&) {
+    C10_THROW_ERROR(DistBackendError, text_of_missing_ranks({rank}, place, store.getTimeout()));
+  }
 }
 
 std::string listening_address(const Place& place, const StorePointer& store) {

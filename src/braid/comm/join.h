@@ -14,10 +14,10 @@
 namespace braid {
 
 /// This rank's way into its run: connects to the store, waits until all ranks have come, checks that they
-/// are the same braid on the same libtorch, and divides the cores of a host among its ranks. Rank 0 warns of
-/// ranks whose CPUs have other instruction sets.
+/// are the same braid on the same libtorch and reach each other, and divides the cores of a host among its ranks.
+/// Rank 0 warns of ranks whose CPUs have other instruction sets.
 ///   Order    collective over the run's ranks, once; before the thread starts others
-///   Errors   as connect_store's and check_same's
+///   Errors   as connect_store's, check_same's and check_reach's
 c10::intrusive_ptr<c10d::Store> join_run(const Place& place, std::chrono::milliseconds timeout);
 
 /// Connects to the store where the run's ranks meet; rank 0 hosts it where no launcher does. In
@@ -32,7 +32,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Place& place,
 ///   topic    another one for each comparison of a run
 ///   facts    name -> value, which must be the same on all ranks
 ///   Order    collective over the run's ranks
-///   Errors   the same on every rank: ValueError naming the first fact that differs, both ranks and values;
+///   Errors   the same on every rank: ValueError naming all facts in which rank 0 and the first other one differ;
 ///            DistBackendError naming the ranks that did not come within `timeout`
 void check_same(const Place& place, c10d::Store& store, const std::string& topic,
                 const nlohmann::json& facts, std::chrono::milliseconds timeout);
@@ -43,6 +43,15 @@ void check_same(const Place& place, c10d::Store& store, const std::string& topic
 ///   store    of connect_store, or of a group
 ///   Errors   DistBackendError where it can't be found within the store's time-out
 std::string listening_address(const Place& place, const c10::intrusive_ptr<c10d::Store>& store);
+
+/// Before ranks throw what all of them know from the store: rank 0, which may host it, waits (2 s at most) until the
+/// others have called this, too.
+///   num_ranks   that call it; rank 0 needs it
+void part(const Place& place, c10d::Store& store, const std::string& topic, std::int64_t num_ranks);
+
+/// What a rank has set, or will set, at a key of the store.
+///   Errors   DistBackendError naming the rank, where that is not there within the store's time-out
+std::string said_by(const Place& place, c10d::Store& store, const std::string& key, int rank);
 
 /// Where a store says which run it is of.
 inline constexpr const char* kRunKey = "braid/run";

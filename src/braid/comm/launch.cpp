@@ -1,6 +1,7 @@
 // Starts ranks on this host, watches them and ends them together, with those of other hosts.
 #include "braid/comm/launch.h"
 
+#include <net/if.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "braid/comm/join.h"
@@ -123,6 +125,12 @@ class Supervisor {
       auto environment = environment_of_rank(place);
       environment.insert_or_assign("BRAID_LAUNCHED", program == kThisProgram ? "self" : "1");
       if (!interface.empty()) environment.insert_or_assign("BRAID_INTERFACE", interface);
+      // For programs that know nothing of braid: what torchrun would set, and where Gloo listens.
+      const auto cores = std::max(1U, std::thread::hardware_concurrency());
+      environment.emplace("OMP_NUM_THREADS",
+                          std::to_string(std::max<std::size_t>(1, cores / ranks_.size())));
+      if (::if_nametoindex(interface.c_str()) != 0)
+        environment.emplace("GLOO_SOCKET_IFNAME", interface);
       ranks_[i].rank = place.rank;
       ranks_[i].pid = spawn(program, arguments, environment, signals_.mask_before());
     }
@@ -275,7 +283,8 @@ int launch_ranks(int num_ranks, const std::vector<std::string>& arguments,
 bool report_to_launcher(const Place& place, const std::string& text) noexcept {
   if (!place.launched) return false;
   try {
-    connect_store(place, kStoreTimeout)->set(report_key(place.rank), text);
+    open_store(place.master_addr, place.master_port, Clock::now() + kStoreTimeout)
+        ->set(report_key(place.rank), text);
     return true;
   } catch (const std::exception&) {
     return false;

@@ -49,6 +49,7 @@ Launchers::Launchers(const Nodes& hosts, int num_ranks, std::chrono::millisecond
     gather();
   else
     come();
+  for (auto& [_, host] : all_) host.heard = Clock::now();
 }
 
 json Launchers::facts() const {
@@ -155,11 +156,13 @@ void Launchers::come() {
   } catch (const c10::DistStoreError&) {
     C10_THROW_ERROR(DistBackendError, where + " belongs to another run: not of braid launch");
   } catch (const c10::Error& error) {
-    C10_THROW_ERROR(DistBackendError,
-                    fmt::format("{} can't be reached within {} s: {}. HINT: braid launch with "
-                                "--node-rank 0 on that host",
-                                where, static_cast<double>(timeout_.count()) / 1000.0,
-                                error.what_without_backtrace()));
+    const std::string why = error.what_without_backtrace();
+    const bool is_early = why.find("nothing listens there") != std::string::npos;
+    C10_THROW_ERROR(
+        DistBackendError,
+        fmt::format("{} can't be reached within {} s: {}{}", where,
+                    static_cast<double>(timeout_.count()) / 1000.0, why,
+                    is_early ? ". HINT: braid launch with --node-rank 0 on that host" : ""));
   }
   TORCH_CHECK_WITH(DistBackendError, port != kBegun, where,
                    " belongs to another run, which has begun with all its hosts: ", run);
@@ -187,12 +190,17 @@ void Launchers::receive() {
   for (auto& [number, host] : all_) {
     if (!host.wire.is_open()) continue;
     while (const auto message = host.wire.next()) {
+      host.heard = Clock::now();
       if (message->contains("end")) begin_end(number, message->at("end"));
       if (message->contains("ended")) host.ended = message->at("ended").get<std::vector<RankEnd>>();
       if (message->contains("outcome")) outcome_ = message->at("outcome").get<Outcome>();
     }
+    if (Clock::now() - host.heard > timeout_) host.wire.close();
     if (!host.wire.is_open() && !host.ended && !outcome_) begin_end(number, 0);
   }
+  if (Clock::now() - told_ < timeout_ / 4) return;
+  told_ = Clock::now();
+  for (auto& [_, host] : all_) host.wire.send({{"alive", true}});
 }
 
 void Launchers::end_others(int signal) {

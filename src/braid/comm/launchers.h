@@ -5,6 +5,7 @@
 // death is seen. Messages are JSON, one a line:
 //   hello      to host 0: its number, and what must be the same on all hosts
 //   welcome    from host 0, once all have come: the run's name;   refused: why, instead
+//   alive      to and from host 0, four times in the time-out: who is silent for longer (frozen) is lost
 //   end        to and from host 0: a rank was lost, or a signal came: all end their ranks
 //   ended      to host 0: how the host's ranks ended
 //   outcome    from host 0, once it knows of all: what every launcher says, and its exit code
@@ -45,7 +46,8 @@ class Launchers {
   const std::string& run() const { return run_; }
   /// Readable when receive() has something to do.
   std::vector<int> sockets() const;
-  /// Takes in what the others have sent. Does not wait.
+  /// Takes in what the others have sent, and tells them now and then that this one is there; to be called as often.
+  /// Does not wait.
   void receive();
   /// That another host ends the run: the signal that ended it there, or 0.
   std::optional<int> end() const { return end_; }
@@ -59,8 +61,10 @@ class Launchers {
   Outcome outcome(int interrupted);
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Host {
-    LineSocket wire;  // closed: this host's own, or lost
+    LineSocket wire;          // closed: this host's own, or lost
+    Clock::time_point heard;  // when it has said something
     std::optional<std::vector<RankEnd>> ended;
   };
   bool is_first() const { return hosts_.rank == 0; }
@@ -81,6 +85,7 @@ class Launchers {
   std::vector<int> order_;                 // hosts, as they were seen to end
   std::optional<int> end_;
   bool has_told_ = false;
+  Clock::time_point told_;          // when the others were told that this one is there
   std::optional<Outcome> outcome_;  // as host 0 has sent it
 };
 

@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <set>
 
 namespace braid {
 namespace {
@@ -93,8 +94,12 @@ Outcome outcome_of(const std::vector<RankEnd>& ended, int num_hosts,
   }
   if (const auto* end = first([](const auto& one) { return one.exit_code() == kCallersError; })) {
     const auto text = report_of(store, end->rank);
+    std::set<int> hosts;  // that say it
+    for (const auto& other : ended)
+      if (report_of(store, other.rank) == text) hosts.insert(other.host);
+    const bool of_all = static_cast<int>(hosts.size()) == num_hosts;
     say(!text.empty()
-            ? text
+            ? (of_all ? text : fmt::format("{}: {}", name(*end), text))
             : fmt::format("{} exited with code {}; the run has ended", name(*end), kCallersError));
     outcome.code = kCallersError;
     return outcome;

@@ -78,7 +78,7 @@ std::string first_host(const std::string& list) {
 
 /// Tasks of one host from Slurm's "2(x3),1": hosts 0 to 2 have 2, host 3 has 1.
 int tasks_of_host(const std::string& list, int host) {
-  const char* p = list.c_str();
+  const char* p = host < 0 ? "" : list.c_str();
   for (char* end = nullptr; *p != '\0'; p = *end == ',' ? end + 1 : end) {
     const long tasks = std::strtol(p, &end, 10);
     long hosts = 1;

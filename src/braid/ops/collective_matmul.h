@@ -26,9 +26,9 @@
 namespace braid {
 
 enum class Mode : std::uint8_t {
-  serial,     // one collective, one matmul
-  chunked,    // num_chunks collectives, each beside the next chunk's matmul
-  fused,      // matmuls read and write their peers' memory; between hosts a rank's rows are one tile
+  serial,   // one collective, one matmul
+  chunked,  // num_chunks collectives, each beside the next chunk's matmul
+  fused,    // matmuls read and write their peers' memory; between hosts a rank's rows are one tile
   automatic,  // the tuner's choice
 };
 

@@ -2,6 +2,7 @@
 #include "braid/train/checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/hash.h>
 #include <fmt/ranges.h>
 
 #include <charconv>
@@ -207,6 +208,29 @@ std::optional<json> Checkpoint::generation_config_json() const {
   const fs::path path = fs::path(folder_) / kGenerationConfig;
   std::error_code ignored;
   return fs::exists(path, ignored) ? std::optional(read_json(path)) : std::nullopt;
+}
+
+std::string Checkpoint::fingerprint() const {
+  constexpr std::int64_t kSamples = 8, kBytes = 64;  // of a tensor
+  std::size_t hash = 0;
+  const auto add = [&](std::string_view bytes) { hash = c10::get_hash(hash, bytes); };
+  const auto add_file = [&](const SafetensorsFile& file) {
+    for (const auto& [name, _] : file.tensors()) {
+      const at::Tensor tensor = file.tensor(name);
+      const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+      const auto size = static_cast<std::int64_t>(tensor.nbytes());
+      add(name);
+      for (std::int64_t i = 0; i < kSamples; ++i) {
+        const std::int64_t begin = size / kSamples * i;
+        add({data + begin, static_cast<std::size_t>(std::min(kBytes, size - begin))});
+      }
+    }
+  };
+  for (const SafetensorsFile& file : files_) add_file(file);
+  if (optimizer_) add_file(*optimizer_);
+  return fmt::format("{}hash {:08x}",
+                     state_ ? fmt::format("iteration {}, ", state_->iteration) : "",
+                     hash & 0xffffffffU);
 }
 
 void Checkpoint::check(const TensorShapes& model) const {

@@ -84,6 +84,8 @@ class Checkpoint {
   std::optional<nlohmann::json> generation_config_json() const;
   /// Of the weights' files.
   std::int64_t num_tensors() const { return std::ssize(file_index_); }
+  /// Tells it from others: iteration and a hash of samples of all tensors. The same on every host that has its files.
+  std::string fingerprint() const;
   /// Nothing for a plain transformers folder.
   const std::optional<TrainerState>& state() const { return state_; }
 

@@ -112,7 +112,7 @@ struct ConfigFlag {
   Range range = {};                       // of numbers
   std::vector<std::string> choices = {};  // of texts; empty: any
   std::vector<std::string> aliases = {};
-  bool required = false;
+  bool required = false, required_to_train = false;  // the second: a bench does without it
   /// The text that the flag stands for when it is written without a value.
   std::optional<std::string> bare = {};
 
@@ -128,6 +128,7 @@ std::string value_text(const ConfigFlag& flag);
 struct FlagGroup {
   std::string title;
   std::vector<ConfigFlag> flags;
+  bool to_train = false;  // of no use for a bench
 };
 
 /// The table, in the order in which it is shown.
@@ -153,7 +154,8 @@ void from_json(const nlohmann::json& json, TrainConfig& config);
 
 /// Adds every flag of the table to `app`; parsing writes into `config`, whose present values are
 /// the defaults. `config` must outlive `app`.
-void add_flags(CLI::App& app, TrainConfig& config);
+///   needs_data  false: those that a bench has no use for are not in the help
+void add_flags(CLI::App& app, TrainConfig& config, bool needs_data = true);
 
 /// The number that `text` after the flag `name` (with dashes) stands for. T: std::int64_t, std::uint64_t or double.
 ///   Errors  ValueError naming the flag, the text and what was expected
@@ -165,6 +167,9 @@ T number_of(const std::string& name, const std::string& text, const Range& range
 ///   Errors  ValueError, one line naming the flag: unknown (with the closest flag there is),
 ///           without its value, a value that does not parse or is out of range, refused
 std::optional<std::string> parse(CLI::App& app, std::vector<std::string> arguments);
+
+/// Throws what parse() does for arguments that `app`, or the subcommand that was chosen, does not know.
+[[noreturn]] void explain_extras(const CLI::App& app);
 
 /// Weights that a token is multiplied with: those of all layers and the output.   config  validated
 double num_matmul_weights(const TrainConfig& config);

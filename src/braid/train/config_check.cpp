@@ -25,11 +25,10 @@ void check_numbers(const TrainConfig& config, bool needs_data) {
       const bool set = std::visit(
           [&](auto field) { return config.*field != std::decay_t<decltype(config.*field)>{}; },
           flag.field);
-      const bool needed =
-          flag.required && (needs_data || (flag.name != "data-path" && flag.name != "train-iters" &&
-                                           flag.name != "lr"));
-      if (!set && needed) missing += (missing.empty() ? "--" : ", --") + flag.name;
-      if (!set && (flag.required || !flag.unset.empty())) continue;
+      const bool required = flag.required || flag.required_to_train;
+      if (!set && (flag.required || (flag.required_to_train && needs_data)))
+        missing += (missing.empty() ? "--" : ", --") + flag.name;
+      if (!set && (required || !flag.unset.empty())) continue;
       const auto check = [&](auto value) {
         BRAID_CHECK(flag.range.contains(static_cast<double>(value)), "--", flag.name, " is ", value,
                     ", expected ", flag.range.text());

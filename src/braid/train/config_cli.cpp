@@ -9,6 +9,8 @@
 namespace braid {
 namespace {
 
+const std::string kHidden;  // the group of options that the help does not show
+
 void set_from_text(const ConfigFlag& flag, TrainConfig& config, const std::string& text) {
   std::visit(
       [&](auto field) {
@@ -26,8 +28,8 @@ void set_from_text(const ConfigFlag& flag, TrainConfig& config, const std::strin
       flag.field);
 }
 
-void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag,
-              const std::string& group) {
+void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag, const std::string& group,
+              bool needs_data) {
   std::string names = "--" + flag.name;
   for (const auto& alias : flag.aliases) names += ",--" + alias;
   CLI::Option* option = nullptr;
@@ -41,7 +43,8 @@ void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag,
     option->default_str(flag.bare            ? *flag.bare
                         : flag.unset.empty() ? text_of(flag, config)
                                              : flag.unset);
-    if (flag.required) option->option_text(value_text(flag) + " (required)");
+    if (flag.required || (flag.required_to_train && needs_data))
+      option->option_text(value_text(flag) + " (required)");
     if (flag.bare) option->expected(0, 1);
   }
   option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->group(group);
@@ -73,7 +76,8 @@ std::string closest_flag(const CLI::App& app, const std::string& unknown) {
   std::size_t least = std::max<std::size_t>(2, unknown.size() / 3) + 1;
   for (const auto* option : app.get_options()) {
     for (const auto& name : option->get_lnames()) {
-      const bool contained = unknown.size() > 3 && name.find(unknown) != std::string::npos;
+      const bool contained = (unknown.size() > 3 && name.find(unknown) != std::string::npos) ||
+                             (name.size() > 3 && unknown.starts_with(name + "-"));
       const auto distance = contained ? std::size_t{1} : edit_distance(unknown, name);
       if (distance < least) {
         least = distance;
@@ -91,7 +95,11 @@ void refuse_empty_values(const std::vector<std::string>& arguments) {
                 " has no value after =");
 }
 
-[[noreturn]] void explain_extras(const CLI::App& app) {
+}  // namespace
+
+void explain_extras(const CLI::App& app) {
+  const auto chosen = app.get_subcommands();
+  if (!chosen.empty() && chosen.front()->remaining_size(true) > 0) explain_extras(*chosen.front());
   const auto extras = app.remaining(true);
   const auto flag = std::find_if(extras.begin(), extras.end(),
                                  [](const auto& text) { return text.starts_with("-"); });
@@ -104,8 +112,6 @@ void refuse_empty_values(const std::vector<std::string>& arguments) {
       ValueError,
       "unknown flag " + name + (closest.empty() ? "" : ". HINT: did you mean --" + closest + "?"));
 }
-
-}  // namespace
 
 template <class T>
 T number_of(const std::string& name, const std::string& text, const Range& range) {
@@ -121,9 +127,10 @@ template std::int64_t number_of(const std::string&, const std::string&, const Ra
 template std::uint64_t number_of(const std::string&, const std::string&, const Range&);
 template double number_of(const std::string&, const std::string&, const Range&);
 
-void add_flags(CLI::App& app, TrainConfig& config) {
+void add_flags(CLI::App& app, TrainConfig& config, bool needs_data) {
   for (const auto& group : flag_table()) {
-    for (const auto& flag : group.flags) add_flag(app, config, flag, group.title);
+    const std::string& title = group.to_train && !needs_data ? kHidden : group.title;
+    for (const auto& flag : group.flags) add_flag(app, config, flag, title, needs_data);
   }
   for (const auto& flag :
        refused_flags()) {  // after the table, so that their callbacks see what it set
@@ -134,9 +141,9 @@ void add_flags(CLI::App& app, TrainConfig& config) {
         flag.takes_value
             ? app.add_option_function<std::string>("--" + flag.name, callback)
             : app.add_flag_function("--" + flag.name, [callback](std::int64_t) { callback(""); });
-    option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->group("");
+    option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->group(kHidden);
   }
-  app.add_flag("--help-markdown")->group("");
+  app.add_flag("--help-markdown")->group(kHidden);
 }
 
 std::optional<std::string> parse(CLI::App& app, std::vector<std::string> arguments) {

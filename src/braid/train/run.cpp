@@ -72,10 +72,12 @@ Mesh connect(const TrainConfig& config, const Place& place,
              const c10::intrusive_ptr<c10d::Store>& store, std::int64_t data_tokens) {
   nlohmann::json settings, facts;
   to_json(settings, config);
-  for (const char* key :
-       {"nproc", "output_dir", "save", "trace", "log_interval", "data_path", "tuner_file"})
+  for (const char* key : {"nproc", "output_dir", "save", "log_interval"})
     settings.erase(key);  // may differ by host, or are rank 0's alone
-  settings["load"] = !config.load.empty();
+  // Of files what they hold, or whether there is one: paths are the host's own.
+  settings["trace"] = config.trace.empty() ? "none" : "a file";
+  settings["tuner_file"] = config.tuner_file.empty() ? "none" : "a file";
+  settings["load"] = config.load.empty() ? "none" : Checkpoint(config.load).fingerprint();
   settings["data_path"] = fmt::format("{} tokens", data_tokens);
   for (const auto& [key, value] : settings.items()) facts[flag_of(key)] = value;
   GroupOptions options;
@@ -165,7 +167,7 @@ class Run {
     trace::keep_events(false);
     if (here + 1 == kTraceEnd) write_trace();
 
-    if (mesh_.world->size() > 1 && is_calibration(here + 1)) {
+    if (trainer_.overlaps() && is_calibration(here + 1)) {
       for (const auto& [op, totals] : trainer_.serial_step(iteration)) serial_[op] += totals;
       ++num_serial_;
     }
@@ -240,8 +242,8 @@ void check_inputs(const TrainConfig& config) {
   if (!config.save.empty()) check_save_folder(config.save);
   if (config.load.empty() && std::filesystem::exists(metrics))
     warn(
-        fmt::format("--output-dir {} holds a run, whose metrics.jsonl is replaced (its checkpoints "
-                    "stay). HINT: --load {} to go on from it, or another --output-dir",
+        fmt::format("--output-dir {} holds a run, whose metrics.jsonl will be replaced (its "
+                    "checkpoints stay). HINT: --load {} to go on from it, or another --output-dir",
                     config.output_dir, config.save));
 }
 

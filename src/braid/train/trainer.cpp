@@ -70,11 +70,13 @@ Trainer::Trainer(const TrainConfig& config, const Mesh& mesh, BatchSource batch)
       num_micro_batches_(config.global_batch_size / (config.micro_batch_size * mesh.dp->size())) {
   if (config.overlap_grad_reduce && mesh.dp->size() > 1) {
     buckets_ = make_grad_buckets(model_.parameters(), grads_, config.ddp_bucket_size);
-    if (buckets_.front().grads.numel() + grads_.partial_over_tp.numel() == grads_.flat.numel())
+    if (buckets_.front().grads.numel() + grads_.partial_over_tp.numel() == grads_.flat.numel()) {
+      buckets_.clear();
       warn(
           fmt::format("--overlap-grad-reduce overlaps nothing: the {} gradients of a rank are one "
                       "bucket. HINT: --ddp-bucket-size {}",
                       grads_.flat.numel(), grads_.flat.numel() / 8));
+    }
   }
   tuner::allow_live(!config.deterministic);
   read_tuner_file();
@@ -150,6 +152,11 @@ void Trainer::share_choices() {
   } catch (const c10::Error& error) {  // the run itself does not depend on it
     warn(fmt::format("--tuner-file: {}", error.what_without_backtrace()));
   }
+}
+
+bool Trainer::overlaps() const {
+  return !buckets_.empty() ||
+         (mesh_.tp->size() > 1 && matmul_options(config_).mode != Mode::serial);
 }
 
 void Trainer::set_serial(bool serial) {

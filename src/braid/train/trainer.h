@@ -40,6 +40,8 @@ class Trainer {
 
   Transformer& model() { return model_; }
 
+  /// Whether the flags overlap anything: else a serial step measures nothing but noise.
+  bool overlaps() const;
   /// Nothing is overlapped from now on: serial matmuls, gradients are reduced after backward; or
   /// (false) what the flags say.
   void set_serial(bool serial);
