@@ -27,7 +27,7 @@ CASES = {"tp": (1, [*BYTES, *WIDE, "--num-layers", "2", *SHORT, *TP], 1),
 
 
 def bytes_of_step(ranks, flags):
-    """What host 0 sends, from the difference of two runs, in both of which a step was run again to measure it (after 2)."""
+    """What host 0 sends, from the difference of two runs, in both or none of which a step was run again to measure it (after 2)."""
     with tempfile.NamedTemporaryFile(suffix=".txt") as text, tempfile.TemporaryDirectory() as folder:
         text.write(b"warp and weft " * 4000)
         text.flush()
@@ -54,8 +54,9 @@ def main():
         line = bench(ranks, flags, rate, args.rounds)
         line |= {"case": case, "rate_bits_per_s": rate, "bytes_per_step": sent}
         times = [line[key] for key in ("step_s", "serial_step_s", "serial_gloo_step_s", "no_comm_step_s")]
+        hidden = "-" if line["hidden_by_steps"] is None else f"{line['hidden_by_steps']:.1%}"
         print(f"{case:<6} {1e-6 * sent:>8.1f} {1e-6 * rate:>7.0f} {times[0]:>7.3f} {times[1]:>7.3f} {times[2]:>7.3f} {times[3]:>7.3f}  "
-              f"{times[2] / times[0]:>9.2f}  {1 - times[0] / times[1]:>15.1%}  {1 - times[3] / times[1]:>5.1%}  {line['hidden_by_steps']:>6.1%}", flush=True)
+              f"{times[2] / times[0]:>9.2f}  {1 - times[0] / times[1]:>15.1%}  {1 - times[3] / times[1]:>5.1%}  {hidden:>6}", flush=True)
         keep(args.json, line)
 
 

@@ -132,6 +132,7 @@ TEST(Program, UnknownFlagsOfAllCommandsHaveAHint) {
   expect_refused("launch --nproc-per-node 2 -- true", "did you mean --nproc?");
   expect_refused("bench ops --row 4", "unknown flag --row");
   expect_refused("--verbose", "unknown flag --verbose");
+  expect_refused("--verbose train --num-layers 2", "unknown flag --verbose");
 }
 
 TEST(Program, BenchInt8) {

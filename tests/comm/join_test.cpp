@@ -262,10 +262,10 @@ TEST(CheckReach, NamesWhoIsNotReachedOnAllRanks) {
     place.local_world_size = 3;
     if (place.rank > 0) check_reach(place, store);
   });
-  for (const int rank : {1, 2})
-    EXPECT_THAT(errors[static_cast<std::size_t>(rank)],
-                testing::AllOf(HasSubstr("can't reach rank 0 at 127.0.0.1:"),
-                               HasSubstr("nothing listens there"), HasSubstr("LOCAL_WORLD_SIZE")));
+  EXPECT_EQ(errors[2], errors[1]);
+  EXPECT_THAT(errors[1],
+              testing::AllOf(HasSubstr("rank 1 can't reach rank 0 at 127.0.0.1:"),
+                             HasSubstr("nothing listens there"), HasSubstr("LOCAL_WORLD_SIZE")));
 }
 
 TEST(JoinRun, KnowsOtherCode) {
@@ -300,8 +300,8 @@ TEST(ListeningAddress, LoopbackOnlyWhereAllRanksAreOnOneHost) {
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(100ms);
   EXPECT_EQ(listening_address(local_place(1, 4711), store), "127.0.0.1");
-  // Nobody knows of another host.
-  EXPECT_THROW(listening_address(alone_at("127.0.0.1"), store), c10::DistBackendError);
+  // Nobody knows of another host: all are on this one, as braid launch may start them by host.
+  EXPECT_EQ(listening_address(alone_at("127.0.0.1"), store), "127.0.0.1");
 }
 
 TEST(ListeningAddress, FollowsTheRouteToAnotherHostFromLoopback) {

@@ -6,8 +6,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <fstream>
 
+#include "braid/comm/cores.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
 #include "tests/support/folders.h"
@@ -78,19 +81,26 @@ TEST(Launch, TellsProgramsOfPyTorchTheirThreadsAndInterface) {
   test::ScopedEnvironment environment({{"DIR", folder.path().string()}});
   Nodes hosts;
   hosts.interface = "lo";
-  EXPECT_EQ(
-      launch_ranks(
-          64, {"-c", "[ $RANK = 0 ] && echo \"$OMP_NUM_THREADS $GLOO_SOCKET_IFNAME\" >$DIR/0; :"},
-          "sh", hosts),
-      0);
-  EXPECT_EQ(folder.wait_for("0"), "1 lo\n");
+  const auto seen_by = [&](const std::string& name, int num_ranks) {
+    const std::string script =
+        "[ $RANK = 0 ] && echo \"${OMP_NUM_THREADS-none} $GLOO_SOCKET_IFNAME\" >$DIR/" + name +
+        "; :";
+    EXPECT_EQ(launch_ranks(num_ranks, {"-c", script}, "sh", hosts), 0);
+    return folder.wait_for(name);
+  };
+  const auto half = std::max<std::size_t>(1, allowed_cores().size() / 2);
+  EXPECT_EQ(seen_by("of_two", 2), std::to_string(half) + " lo\n");
+  EXPECT_EQ(seen_by("alone", 1), "none lo\n");
 }
 
 TEST(Launch, RefusesWhatCannotRun) {
   EXPECT_THROW(launch_ranks(0, {}), c10::ValueError);
   EXPECT_THROW(launch_ranks(2, {}, "/no/such/program"), c10::ValueError);
-  EXPECT_THAT(test::value_error([] { launch_ranks(2, {}, "no_such_script.py"); }),
-              HasSubstr("HINT: python no_such_script.py"));
+  Folder folder;
+  const std::string script = (folder.path() / "train.py").string();
+  std::ofstream(script) << "print()";
+  EXPECT_THAT(test::value_error([&] { launch_ranks(2, {}, script); }),
+              HasSubstr("HINT: python " + script));
 }
 
 // Every rank and what it has started: `sleep` in the background.

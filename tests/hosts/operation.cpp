@@ -145,7 +145,7 @@ void run(const std::vector<std::string>& words) {
   const Place place = place_from_environment();
   const std::chrono::seconds timeout(words.size() > 2 ? std::stoi(words[2]) : 60);
   const auto group = Group::create(join_run(place, timeout), "run", place.rank, place.world_size,
-                                   {.timeout = timeout});
+                                   {.timeout = timeout, .store_rank = place.store_rank()});
   const Inputs in(*group);
   if (words.at(0) == "count")
     count(*group, place, in, std::stoi(words.at(1)));

@@ -263,8 +263,9 @@ void bench_ops(const std::vector<OpCase>& cases, int rounds, bool json, const Pl
     asked["the operations"].push_back({c.op, c.m, c.n, c.k, c10::toString(c.dtype)});
   check_same(place, *store, "bench", asked, env().timeout);
   const int ranks = place.world_size;
-  const auto group = Group::create(store, "tp", place.rank, ranks);
-  GroupOptions engine;
+  GroupOptions options{.store_rank = place.store_rank()};
+  const auto group = Group::create(store, "tp", place.rank, ranks, options);
+  GroupOptions engine = options;
   engine.engine_collectives = true;
   const auto gloo = Group::create(store, "gloo", place.rank, ranks, engine);
   for (const OpCase& c : cases) {

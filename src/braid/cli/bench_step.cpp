@@ -56,6 +56,7 @@ void bench_step(const TrainConfig& config, const Place& place, bool json) {
   GroupOptions engine_options;
   engine_options.engine_collectives = true;
   engine_options.timeout = timeout_of(config);
+  engine_options.store_rank = place.store_rank();
   const Mesh engine = make_mesh(c10::make_intrusive<c10d::PrefixStore>("gloo", mesh.store),
                                 place.rank, place.world_size, tp, engine_options);
   const Trainer::BatchSource batch = random_batches(config, mesh.dp->rank());

@@ -105,7 +105,8 @@ void run_generation(const Request& request, const Flags& flags, const Place& pla
   // Measuring costs more than one run saves, unless it is kept.
   tuner::allow_live(!flags.tuner_file.empty());
   TransformerOptions options;
-  options.group = Group::create(store, "tp", place.rank, place.world_size);
+  options.group =
+      Group::create(store, "tp", place.rank, place.world_size, {.store_rank = place.store_rank()});
   if (!flags.tuner_file.empty()) tuner::read_choices(*options.group, flags.tuner_file);
   options.dtype = flags.bf16 ? at::kBFloat16 : at::kFloat;
   options.trainable = false;

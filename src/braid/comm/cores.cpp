@@ -32,17 +32,6 @@ Core core_of(int number) {
   return core;
 }
 
-/// Empty where the kernel's set does not fit.
-std::vector<Core> allowed_cores() {
-  cpu_set_t set;
-  std::vector<Core> cores;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
-  for (int number = 0; number < CPU_SETSIZE; ++number) {
-    if (CPU_ISSET(number, &set)) cores.push_back(core_of(number));
-  }
-  return cores;
-}
-
 using Cores = std::vector<Core>;
 
 /// Part `index` of `parts`, none empty while there are cores.
@@ -54,6 +43,16 @@ Cores part_of(const Cores& cores, std::size_t parts, std::size_t index) {
 }
 
 }  // namespace
+
+std::vector<Core> allowed_cores() {
+  cpu_set_t set;
+  std::vector<Core> cores;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
+  for (int number = 0; number < CPU_SETSIZE; ++number) {
+    if (CPU_ISSET(number, &set)) cores.push_back(core_of(number));
+  }
+  return cores;
+}
 
 Cores share_of(Cores cores, std::size_t sharers, std::size_t index) {
   std::sort(cores.begin(), cores.end());

@@ -160,9 +160,16 @@ void Group::fail(int lost, const char* op, std::exception_ptr error) const {
 int Group::find_lost(int peer, int via, bool has_left) const {
   const std::lock_guard lock(finding_mutex_);
   if (found_lost_ >= 0) return found_lost_;
-  auto found = std::make_shared<std::atomic<int>>(peer);
+  // Without an answer it is the store's host that is lost, or frozen, or behind a wire that was cut.
+  const int silent =
+      options_.store_rank >= 0 && options_.store_rank != rank_ ? options_.store_rank : peer;
+  auto found = std::make_shared<std::atomic<int>>(silent);
   in_a_second([=, store = store_, rank = rank_](auto has_time) {
-    const auto tell = [&](int lost) { store->set(lost_key(rank), std::to_string(*found = lost)); };
+    const auto tell = [&](int lost) {
+      store->set(lost_key(rank), std::to_string(lost));
+      (void)store->check({lost_key(rank)});  // an answer
+      *found = lost;
+    };
     tell(peer);
     for (int lost = peer; has_time(); pause()) {
       if (!store->check({lost_key(lost)})) {

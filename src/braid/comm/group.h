@@ -28,6 +28,8 @@ struct GroupOptions {
   bool shared_memory = env().shared_memory;  // false: as if every rank were on a host of its own
   /// By rank; those with different ones are as on different hosts, even if they could share memory.
   std::vector<int> pretended_hosts = {};
+  /// The rank that hosts the store, and is lost where that does not answer; -1: none of the group's.
+  int store_rank = -1;
   /// Every collective is the process group's own, and nothing overlaps: for comparisons.
   bool engine_collectives = false;
 };

@@ -276,15 +276,19 @@ StorePointer connect_store(const Place& place, std::chrono::milliseconds timeout
   return store;
 }
 
+[[noreturn]] static void throw_store_gone(const Place& place, const std::exception& error) {
+  C10_THROW_ERROR(DistBackendError,
+                  fmt::format("store of the run at {}:{} (rank {}) is gone: {}", place.master_addr,
+                              place.master_port, place.rank, text_of(error)));
+}
+
 void check_same(const Place& place, c10d::Store& store, const std::string& topic,
                 const nlohmann::json& facts, std::chrono::milliseconds timeout) {
   if (place.world_size == 1) return;
   try {
     Comparison(place, store, topic, timeout).run(facts);
   } catch (const c10::DistNetworkError& error) {
-    C10_THROW_ERROR(DistBackendError,
-                    fmt::format("store of the run at {}:{} (rank {}) is gone: {}",
-                                place.master_addr, place.master_port, place.rank, text_of(error)));
+    throw_store_gone(place, error);
   }
 }
 
@@ -319,7 +323,10 @@ std::string said_by(const Place& place, c10d::Store& store, const std::string& k
   try {
     return store.get_to_str(key);
   } catch (const c10::DistStoreError&) {
+    part(place, store, key, place.world_size - 1);
     C10_THROW_ERROR(DistBackendError, text_of_missing_ranks({rank}, place, store.getTimeout()));
+  } catch (const c10::DistNetworkError& error) {
+    throw_store_gone(place, error);
   }
 }
 
@@ -330,13 +337,9 @@ std::string listening_address(const Place& place, const StorePointer& store) {
   if (is_loopback(address)) {  // on MASTER_ADDR's host
     auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
     const auto root = prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore() : store;
-    try {
-      address = address_towards(root->get_to_str(kOtherHost));
-    } catch (const c10::DistError& error) {
-      address.clear();
-    }
+    if (root->check({kOtherHost})) address = address_towards(root->get_to_str(kOtherHost));
   }
-  TORCH_CHECK_WITH(DistBackendError, !address.empty() && !is_loopback(address), "rank ", place.rank,
+  TORCH_CHECK_WITH(DistBackendError, !address.empty(), "rank ", place.rank,
                    ": no address of this host is known to lead to the others (MASTER_ADDR is ",
                    place.master_addr,
                    "). HINT: BRAID_INTERFACE, a network interface or an address");

@@ -39,9 +39,10 @@ void check_same(const Place& place, c10d::Store& store, const std::string& topic
 
 /// The address of this host, in numbers, on which this rank's connections from other ranks come in: that of
 /// BRAID_INTERFACE, else loopback where all ranks are on one host, else the one by which this host reaches
-/// MASTER_ADDR - on MASTER_ADDR's own host, whose name may stand for loopback there: another rank's host.
-///   store    of connect_store, or of a group
-///   Errors   DistBackendError where it can't be found within the store's time-out
+/// MASTER_ADDR - on MASTER_ADDR's own host, whose name may stand for loopback there: another rank's host, where
+/// there is one.
+///   store    of connect_store, or of a group; all ranks have come
+///   Errors   DistBackendError where no address leads there
 std::string listening_address(const Place& place, const c10::intrusive_ptr<c10d::Store>& store);
 
 /// Before ranks throw what all of them know from the store: rank 0, which may host it, waits (2 s at most) until the
@@ -50,7 +51,7 @@ std::string listening_address(const Place& place, const c10::intrusive_ptr<c10d:
 void part(const Place& place, c10d::Store& store, const std::string& topic, std::int64_t num_ranks);
 
 /// What a rank has set, or will set, at a key of the store.
-///   Errors   DistBackendError naming the rank, where that is not there within the store's time-out
+///   Errors   DistBackendError: naming the rank, where that is not there within the store's time-out; the store is gone
 std::string said_by(const Place& place, c10d::Store& store, const std::string& key, int rank);
 
 /// Where a store says which run it is of.

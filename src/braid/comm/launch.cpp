@@ -13,9 +13,9 @@
 #include <cstring>
 #include <functional>
 #include <optional>
-#include <thread>
 #include <utility>
 
+#include "braid/comm/cores.h"
 #include "braid/comm/join.h"
 #include "braid/comm/spawn.h"
 #include "braid/core/check.h"
@@ -125,12 +125,8 @@ class Supervisor {
       auto environment = environment_of_rank(place);
       environment.insert_or_assign("BRAID_LAUNCHED", program == kThisProgram ? "self" : "1");
       if (!interface.empty()) environment.insert_or_assign("BRAID_INTERFACE", interface);
-      // For programs that know nothing of braid: what torchrun would set, and where Gloo listens.
-      const auto cores = std::max(1U, std::thread::hardware_concurrency());
-      environment.emplace("OMP_NUM_THREADS",
-                          std::to_string(std::max<std::size_t>(1, cores / ranks_.size())));
-      if (::if_nametoindex(interface.c_str()) != 0)
-        environment.emplace("GLOO_SOCKET_IFNAME", interface);
+      for (const auto& [name, value] : for_other_programs(environment["BRAID_INTERFACE"]))
+        environment.emplace(name, value);
       ranks_[i].rank = place.rank;
       ranks_[i].pid = spawn(program, arguments, environment, signals_.mask_before());
     }
@@ -174,6 +170,15 @@ class Supervisor {
   int interrupted() const { return interrupted_; }
 
  private:
+  /// What programs that know nothing of braid's variables go by.
+  Environment for_other_programs(const std::string& interface) const {
+    Environment values;
+    if (ranks_.size() > 1)
+      values["OMP_NUM_THREADS"] =
+          std::to_string(std::max<std::size_t>(1, allowed_cores().size() / ranks_.size()));
+    if (::if_nametoindex(interface.c_str()) != 0) values["GLOO_SOCKET_IFNAME"] = interface;
+    return values;
+  }
   bool runs() const {
     return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; });
   }

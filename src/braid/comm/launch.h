@@ -1,9 +1,10 @@
 // How `--nproc N` starts ranks on this host, watches them and ends them together, over several hosts with the
 // other hosts' launchers.
 //
-// Ranks get torchrun's variables, so that any program of PyTorch runs under it too. On a single host the launcher
-// hosts their store on a loopback port of its own: two runs on a host never meet, and no port is
-// chosen before it is taken.
+// Ranks get torchrun's variables, so that any program of PyTorch runs under it too, and unless they are set
+// OMP_NUM_THREADS (several ranks: their part of the cores) and GLOO_SOCKET_IFNAME (of an interface that is named).
+// On a single host the launcher hosts their store on a loopback port of its own: two runs on a host never meet,
+// and no port is chosen before it is taken.
 #pragma once
 
 #include <string>
@@ -20,7 +21,7 @@ inline constexpr const char* kThisProgram = "/proc/self/exe";
 /// watches them. All end when one fails (SIGTERM, after half a second SIGKILL) and it is named on
 /// standard error: rank, pid, exit code or signal; so is one that had to be killed. All end when
 /// this process is killed. SIGINT, SIGTERM and SIGTSTP are passed on; an interrupted rank has 5 s,
-/// or until the second interrupt.
+/// or until the second interrupt. (Of several hosts one that stays stopped for the time-out is lost.)
 ///   Gives    the exit code: 0 when every rank's is; the failed rank's own (2 before others); 1 when
 ///            a signal killed one; 128 + signal when interrupted, or when the first to end wrote into a
 ///            pipe that nobody reads (SIGPIPE), of which nothing is said. The same on all hosts, which say the

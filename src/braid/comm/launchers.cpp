@@ -49,7 +49,7 @@ Launchers::Launchers(const Nodes& hosts, int num_ranks, std::chrono::millisecond
     gather();
   else
     come();
-  for (auto& [_, host] : all_) host.heard = Clock::now();
+  received_ = Clock::now();
 }
 
 json Launchers::facts() const {
@@ -146,8 +146,10 @@ void Launchers::come() {
   auto& first = all_[0].wire;
   all_[hosts_.rank];
   std::string port, run;
+  const char* hint = ". HINT: braid launch with --node-rank 0 on that host";
   try {
     const auto store = open_store(hosts_.master_addr, hosts_.master_port, deadline);
+    hint = "";
     store->setTimeout(2 * kAtOnce);  // host 0 first looks whether it finds itself
     port = store->get_to_str(kPort);
     run = store->get_to_str(kRunKey);
@@ -157,12 +159,10 @@ void Launchers::come() {
     C10_THROW_ERROR(DistBackendError, where + " belongs to another run: not of braid launch");
   } catch (const c10::Error& error) {
     const std::string why = error.what_without_backtrace();
-    const bool is_early = why.find("nothing listens there") != std::string::npos;
-    C10_THROW_ERROR(
-        DistBackendError,
-        fmt::format("{} can't be reached within {} s: {}{}", where,
-                    static_cast<double>(timeout_.count()) / 1000.0, why,
-                    is_early ? ". HINT: braid launch with --node-rank 0 on that host" : ""));
+    const bool refused = why.find("nothing listens there") != std::string::npos;
+    C10_THROW_ERROR(DistBackendError, fmt::format("{} can't be reached within {} s: {}{}", where,
+                                                  static_cast<double>(timeout_.count()) / 1000.0,
+                                                  why, refused ? hint : ""));
   }
   TORCH_CHECK_WITH(DistBackendError, port != kBegun, where,
                    " belongs to another run, which has begun with all its hosts: ", run);
@@ -187,19 +187,23 @@ void Launchers::begin_end(int host, int signal) {
 }
 
 void Launchers::receive() {
+  // A launcher that was stopped and goes on has not listened meanwhile.
+  const auto now = Clock::now();
+  const auto passed = std::min<Clock::duration>(now - std::exchange(received_, now), 1s);
   for (auto& [number, host] : all_) {
     if (!host.wire.is_open()) continue;
+    host.silent += passed;
     while (const auto message = host.wire.next()) {
-      host.heard = Clock::now();
+      host.silent = {};
       if (message->contains("end")) begin_end(number, message->at("end"));
       if (message->contains("ended")) host.ended = message->at("ended").get<std::vector<RankEnd>>();
       if (message->contains("outcome")) outcome_ = message->at("outcome").get<Outcome>();
     }
-    if (Clock::now() - host.heard > timeout_) host.wire.close();
+    if (host.silent > std::max<Clock::duration>(timeout_, 2s)) host.wire.close();
     if (!host.wire.is_open() && !host.ended && !outcome_) begin_end(number, 0);
   }
-  if (Clock::now() - told_ < timeout_ / 4) return;
-  told_ = Clock::now();
+  if (now - told_ < timeout_ / 4) return;
+  told_ = now;
   for (auto& [_, host] : all_) host.wire.send({{"alive", true}});
 }
 

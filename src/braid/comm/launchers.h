@@ -5,7 +5,7 @@
 // death is seen. Messages are JSON, one a line:
 //   hello      to host 0: its number, and what must be the same on all hosts
 //   welcome    from host 0, once all have come: the run's name;   refused: why, instead
-//   alive      to and from host 0, four times in the time-out: who is silent for longer (frozen) is lost
+//   alive      to and from host 0, four times in the time-out: who is silent for all of it (2 s at least) is lost
 //   end        to and from host 0: a rank was lost, or a signal came: all end their ranks
 //   ended      to host 0: how the host's ranks ended
 //   outcome    from host 0, once it knows of all: what every launcher says, and its exit code
@@ -63,8 +63,8 @@ class Launchers {
  private:
   using Clock = std::chrono::steady_clock;
   struct Host {
-    LineSocket wire;          // closed: this host's own, or lost
-    Clock::time_point heard;  // when it has said something
+    LineSocket wire;           // closed: this host's own, or lost
+    Clock::duration silent{};  // since it has said something
     std::optional<std::vector<RankEnd>> ended;
   };
   bool is_first() const { return hosts_.rank == 0; }
@@ -85,6 +85,7 @@ class Launchers {
   std::vector<int> order_;                 // hosts, as they were seen to end
   std::optional<int> end_;
   bool has_told_ = false;
+  Clock::time_point received_;      // when receive() was called last
   Clock::time_point told_;          // when the others were told that this one is there
   std::optional<Outcome> outcome_;  // as host 0 has sent it
 };

@@ -26,6 +26,7 @@ class LineSocket {
   std::optional<nlohmann::json> next();
   /// Waits for one.
   std::optional<nlohmann::json> wait(Deadline deadline);
+  /// Gives the peer up.
   void close() { socket_ = Descriptor(); }
   /// Sends no more, and waits until the peer is gone.
   void finish(Deadline deadline);

@@ -19,11 +19,19 @@ Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world
   mesh.store = store;
   mesh.world = Group::create(store, "world", rank, world_size, options);
   const int dp = world_size / tp;
+  // World rank 0, where it hosts the store, is rank 0 of its groups.
+  const auto of_group = [&](int first) {
+    GroupOptions in_group = options;
+    if (first != options.store_rank) in_group.store_rank = -1;
+    return in_group;
+  };
   // One axis that spans all ranks is the world: one region, one set of connections.
   mesh.tp = dp == 1 ? mesh.world
-                    : Group::create(store, fmt::format("tp{}", rank / tp), rank % tp, tp, options);
+                    : Group::create(store, fmt::format("tp{}", rank / tp), rank % tp, tp,
+                                    of_group(rank / tp * tp));
   mesh.dp = tp == 1 ? mesh.world
-                    : Group::create(store, fmt::format("dp{}", rank % tp), rank / tp, dp, options);
+                    : Group::create(store, fmt::format("dp{}", rank % tp), rank / tp, dp,
+                                    of_group(rank % tp));
   return mesh;
 }
 

@@ -16,6 +16,7 @@ struct Mesh {
 };
 
 /// Makes the groups. Collective over all ranks; tp must divide world_size.
+///   options  store_rank: rank 0 or -1
 Mesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size, int tp,
                GroupOptions options = {});
 

@@ -17,6 +17,8 @@ struct Place {
   std::string run;     // what tells this run from others that could meet at the same address
   int attempt = 0;     // of a launcher that starts ranks again, at the same store
 
+  /// The rank that hosts the store; -1: a launcher does.
+  int store_rank() const { return store_hosted ? -1 : 0; }
   bool on_one_host() const { return local_world_size == world_size; }
 };
 

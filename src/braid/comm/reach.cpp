@@ -31,17 +31,23 @@ void check_reach(const Place& place, const c10::intrusive_ptr<c10d::Store>& stor
   const auto key = [](const char* what, int rank) {
     return fmt::format("braid/{}/{}", what, rank);
   };
-  const auto address = listening_address(place, store);
-  const Descriptor listener =
-      listen_tcp(0, is_loopback(address) ? Listening::loopback
-                                         : Listening::everywhere);  // nobody has to accept
-  store->set(key("listens", place.rank), fmt::format("{} {}", port_of(listener), address));
-  std::string error;
+  std::string error, own;
+  Descriptor listener;
+  try {
+    const auto address = listening_address(place, store);
+    listener = listen_tcp(0, is_loopback(address) ? Listening::loopback
+                                                  : Listening::everywhere);  // nobody has to accept
+    own = fmt::format("{} {}", port_of(listener), address);
+  } catch (const c10::DistBackendError& failure) {
+    error = failure.what_without_backtrace();
+  }
+  store->set(key("listens", place.rank), own);
   std::set<std::string> seen{};
   for (int peer = 0; peer < place.world_size; ++peer) {
     const std::string where = said_by(place, *store, key("listens", peer), peer);
     const std::string theirs = where.substr(where.find(' ') + 1);
-    if (peer == place.rank || !seen.insert(theirs).second || !error.empty()) continue;
+    if (peer == place.rank || where.empty() || !error.empty() || !seen.insert(theirs).second)
+      continue;
     // Before the others cease to wait for what this rank finds.
     const auto deadline = std::chrono::steady_clock::now() + store->getTimeout() * 3 / 4;
     error = connect_error(place, peer, theirs, std::stoi(where), deadline);

@@ -131,11 +131,14 @@ pid_t spawn(std::string program, std::vector<std::string> arguments, const Envir
   ::close(failure[0]);
   TORCH_CHECK(pid > 0, "can't start a process: ", std::strerror(error));
   if (!runs) ::waitpid(pid, nullptr, 0);
-  const bool is_here = error == ENOENT && std::filesystem::exists(program);
-  BRAID_CHECK(runs, "can't run ", program, ": ", std::strerror(error),
-              is_here                    ? ". HINT: ./" + program
-              : program.ends_with(".py") ? ". HINT: python " + program
-                                         : "");
+  std::string hint;
+  if (!runs && std::filesystem::exists(program)) {
+    if (program.ends_with(".py"))
+      hint = ". HINT: python " + program;
+    else if (program.find('/') == std::string::npos)
+      hint = ". HINT: ./" + program;
+  }
+  BRAID_CHECK(runs, "can't run ", program, ": ", std::strerror(error), hint);
   return pid;
 }
 

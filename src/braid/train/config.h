@@ -186,7 +186,7 @@ std::string metrics_path(const TrainConfig& config);
 /// Checks the settings against each other, the world and the file system, and fills in what was not
 /// given. Writes no file and reads only the first bytes of one that the trace would replace, sends
 /// nothing; the same on all ranks. Idempotent.
-///   needs_data  false: --data-path, --train-iters and --lr may be missing (a bench)
+///   needs_data  false: --data-path, --train-iters and --lr may be missing, and nothing is written (a bench)
 ///   Gives       warnings that the caller shows once, of settings that have no effect
 ///   Errors      ValueError, one line naming the flags and their values
 [[nodiscard]] std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size,

@@ -202,7 +202,7 @@ void check_readable(const char* flag, const std::string& path, bool folder) {
               ": no permission to read");
 }
 
-void complete_paths(TrainConfig& c) {
+void complete_output(TrainConfig& c) {
   BRAID_CHECK(!c.output_dir.empty(), "--output-dir is '', expected a folder");
   const fs::path output_dir = c.output_dir, metrics = metrics_path(c);
   check_writable_folder("--output-dir", output_dir);
@@ -224,12 +224,15 @@ void complete_paths(TrainConfig& c) {
                 ": is the metrics file of --output-dir ", c.output_dir);
   }
   if (!c.data_path.empty()) {
-    check_readable("--data-path", c.data_path, false);
     std::error_code error;
     for (const fs::path& written : {fs::path(c.trace), metrics})
       BRAID_CHECK(!fs::equivalent(c.data_path, written, error) || error, "--data-path ",
                   c.data_path, ": is also ", written.string(), ", which the run writes");
   }
+}
+
+void check_input(const TrainConfig& c) {
+  if (!c.data_path.empty()) check_readable("--data-path", c.data_path, false);
   if (!c.load.empty()) check_readable("--load", c.load, true);
   if (!c.tuner_file.empty()) check_tuner_file(c.tuner_file);
 }
@@ -279,7 +282,8 @@ std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size, 
     config.eval_iters = 0;
   }
   check_memory(config);
-  complete_paths(config);
+  check_input(config);
+  if (needs_data) complete_output(config);
   return warnings;
 }
 

@@ -99,8 +99,8 @@ void refuse_empty_values(const std::vector<std::string>& arguments) {
 
 void explain_extras(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
-  if (!chosen.empty() && chosen.front()->remaining_size(true) > 0) explain_extras(*chosen.front());
-  const auto extras = app.remaining(true);
+  if (app.remaining_size() == 0 && !chosen.empty()) explain_extras(*chosen.front());
+  const auto extras = app.remaining();
   const auto flag = std::find_if(extras.begin(), extras.end(),
                                  [](const auto& text) { return text.starts_with("-"); });
   if (flag == extras.end())

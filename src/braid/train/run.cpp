@@ -82,6 +82,7 @@ Mesh connect(const TrainConfig& config, const Place& place,
   for (const auto& [key, value] : settings.items()) facts[flag_of(key)] = value;
   GroupOptions options;
   options.timeout = timeout_of(config);
+  options.store_rank = place.store_rank();
   check_same(place, *store, "settings", facts, options.timeout);
   return make_mesh(store, place.rank, place.world_size,
                    static_cast<int>(config.tensor_model_parallel_size), options);
