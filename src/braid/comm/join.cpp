@@ -99,6 +99,12 @@ std::string text_of_missing_ranks(const std::vector<int>& ranks, const Place& pl
                      static_cast<double>(timeout.count()) / 1000.0);
 }
 
+[[noreturn]] void throw_store_gone(const Place& place, const std::exception& error) {
+  C10_THROW_ERROR(DistBackendError,
+                  fmt::format("store of the run at {}:{} (rank {}) is gone: {}", place.master_addr,
+                              place.master_port, place.rank, text_of(error)));
+}
+
 /// One comparison of all ranks, at keys of its own. Rank 0 judges, so that all say the same.
 class Comparison {
  public:
@@ -274,12 +280,6 @@ StorePointer connect_store(const Place& place, std::chrono::milliseconds timeout
   check_owner(*store, place, where);
   if (hosts) check_owner(*as_others, place, where);
   return store;
-}
-
-[[noreturn]] static void throw_store_gone(const Place& place, const std::exception& error) {
-  C10_THROW_ERROR(DistBackendError,
-                  fmt::format("store of the run at {}:{} (rank {}) is gone: {}", place.master_addr,
-                              place.master_port, place.rank, text_of(error)));
 }
 
 void check_same(const Place& place, c10d::Store& store, const std::string& topic,

@@ -14,7 +14,7 @@ namespace braid {
 namespace {
 
 std::string default_text(const ConfigFlag& flag) {
-  if (flag.required || flag.required_to_train) return "required";
+  if (flag.is_required(/*needs_data=*/true)) return "required";
   if (!flag.unset.empty()) return flag.unset;
   return text_of(flag, TrainConfig{});
 }

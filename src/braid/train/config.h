@@ -116,6 +116,7 @@ struct ConfigFlag {
   /// The text that the flag stands for when it is written without a value.
   std::optional<std::string> bare = {};
 
+  bool is_required(bool needs_data) const { return required || (required_to_train && needs_data); }
   /// The field's name, and its key in JSON.
   std::string key() const;
 };

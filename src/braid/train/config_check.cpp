@@ -25,10 +25,9 @@ void check_numbers(const TrainConfig& config, bool needs_data) {
       const bool set = std::visit(
           [&](auto field) { return config.*field != std::decay_t<decltype(config.*field)>{}; },
           flag.field);
-      const bool required = flag.required || flag.required_to_train;
-      if (!set && (flag.required || (flag.required_to_train && needs_data)))
+      if (!set && flag.is_required(needs_data))
         missing += (missing.empty() ? "--" : ", --") + flag.name;
-      if (!set && (required || !flag.unset.empty())) continue;
+      if (!set && (flag.is_required(true) || !flag.unset.empty())) continue;
       const auto check = [&](auto value) {
         BRAID_CHECK(flag.range.contains(static_cast<double>(value)), "--", flag.name, " is ", value,
                     ", expected ", flag.range.text());
@@ -231,7 +230,7 @@ void complete_output(TrainConfig& c) {
   }
 }
 
-void check_input(const TrainConfig& c) {
+void check_input_paths(const TrainConfig& c) {
   if (!c.data_path.empty()) check_readable("--data-path", c.data_path, false);
   if (!c.load.empty()) check_readable("--load", c.load, true);
   if (!c.tuner_file.empty()) check_tuner_file(c.tuner_file);
@@ -282,7 +281,7 @@ std::vector<std::string> validate(TrainConfig& config, std::int64_t world_size, 
     config.eval_iters = 0;
   }
   check_memory(config);
-  check_input(config);
+  check_input_paths(config);
   if (needs_data) complete_output(config);
   return warnings;
 }

@@ -43,8 +43,7 @@ void add_flag(CLI::App& app, TrainConfig& config, const ConfigFlag& flag, const 
     option->default_str(flag.bare            ? *flag.bare
                         : flag.unset.empty() ? text_of(flag, config)
                                              : flag.unset);
-    if (flag.required || (flag.required_to_train && needs_data))
-      option->option_text(value_text(flag) + " (required)");
+    if (flag.is_required(needs_data)) option->option_text(value_text(flag) + " (required)");
     if (flag.bare) option->expected(0, 1);
   }
   option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->group(group);
